@@ -21,10 +21,10 @@ from transformers.monkey_patching import apply_patches, clear_patch_mapping
 
 from benchmarks.measure import shipped_model
 from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
-from mm.config import flags as arguments
+from mm.config import args as arguments
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig
-from mm.data.feed.owner import deal_images
+from mm.data.loader.broadcast import deal_images
 from mm.device.device import Device
 from mm.families.qwen2_5_vl.config_json import KEYS
 from mm.model.load import set_weight
@@ -33,9 +33,9 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
 from mm.process import free_port
-from mm.training.step import Setup, forward_backward, step
-from mm.weights.memory import MemoryLayout
+from mm.run.step import Setup, forward_backward, step
 from mm.weights.names import published_name
+from mm.weights.shard import MemoryLayout
 from mm.weights.table import fuse, model_weights, shard
 from tests.microbatches import own_pixels
 

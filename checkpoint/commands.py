@@ -21,12 +21,12 @@ from checkpoint.options import (
     VerifyConfig,
 )
 from checkpoint.verify import show_directory, verify_directory
-from mm.conversion import convert
+from mm.checkpoint import convert
+from mm.checkpoint.hf import HFDirectory, are_module_names
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.peft import PREFIX
 from mm.errors import UserError, naming, printable, refuse
-from mm.formats.adapter import PREFIX
-from mm.formats.hf import HFDirectory, are_module_names
-from mm.formats.layout import Layout
-from mm.formats.mindspeed_layout import Format, Storage, Structure
 
 _COMMON = "--cfg.common_model_config"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mm.conversion.convert import HF_DIR, num_threads
+from mm.checkpoint.convert import HF_DIR, num_threads
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.hf_config import differences
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.source import Kind, Source, find_kind, open_source
+from mm.checkpoint.tensor_io import Files
 from mm.errors import counted, naming
-from mm.formats.hf import HFDirectory
-from mm.formats.hf_config import differences
-from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.source import Kind, Source, find_kind, open_source
-from mm.formats.tensor_io import Files
 from mm.progress import Progress
 from mm.weights.table import Weight, model_weights
 from mm.weights.views import Stored, cut_dim, dtype_name, whole_view

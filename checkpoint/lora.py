@@ -8,9 +8,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mm.config.lora import LoraConfig
-from mm.config.model import ModelConfig
-from mm.conversion.adapters import (
+from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.layout import Layout, check_layout
+from mm.checkpoint.merge_lora import (
     check_base,
     export_peft,
     holds_adapters,
@@ -19,15 +20,14 @@ from mm.conversion.adapters import (
     open_mindspeed,
     open_saved,
 )
-from mm.conversion.convert import HF_DIR, LAYOUT, Conversion, to_mindspeed
+from mm.checkpoint.mindspeed import MindSpeedDirectory
+from mm.checkpoint.mindspeed_layout import Format, Storage, Structure, mindspeed_name
+from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory
+from mm.checkpoint.source import Kind, Source, find_kind, open_adapter, open_hf
+from mm.config.lora import LoraConfig
+from mm.config.model import ModelConfig
 from mm.errors import UserError, naming
-from mm.formats.adapter import CONFIG_FILE, AdapterDirectory
-from mm.formats.hf import HFDirectory
-from mm.formats.layout import Layout, check_layout
-from mm.formats.mindspeed import MindSpeedDirectory
-from mm.formats.mindspeed_layout import Format, Storage, Structure, mindspeed_name
-from mm.formats.source import Kind, Source, find_kind, open_adapter, open_hf
-from mm.weights.lora import model_adapters
+from mm.weights.adapters import model_adapters
 from mm.weights.names import ALL_LINEAR
 
 BASE = "--cfg.base_dir"

@@ -10,11 +10,11 @@ from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.flags import VitQkvOrder
+from mm.checkpoint.options import Options
+from mm.config.args import VitQkvOrder
 from mm.config.lora import ALPHAS_TEXT, Alpha
 from mm.config.model import EncoderPlacement
 from mm.config.schema import STRICT, Count, Group, NaturalNumber
-from mm.conversion.options import Options
 from mm.placement import PipelineLayout
 
 

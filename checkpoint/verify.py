@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mm.conversion.convert import HF_DIR, LAYOUT, num_threads
+from mm.checkpoint.convert import HF_DIR, LAYOUT, num_threads
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.source import Directory, cure_of_damage, find, open_hf, open_source
+from mm.checkpoint.tensor_io import Files
+from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError, counted, naming, refuse
-from mm.formats.hf import HFDirectory
-from mm.formats.layout import Layout
-from mm.formats.manifest import MANIFEST_FILE
-from mm.formats.source import Directory, cure_of_damage, find, open_hf, open_source
-from mm.formats.tensor_io import Files
-from mm.formats.training import TrainingDirectory
 from mm.progress import Progress
 from mm.weights.views import Stored, View, dtype_name
 

@@ -28,7 +28,7 @@ from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
-from mm.training.metrics import step_rows
+from mm.run.watch.metrics import step_rows
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0

@@ -18,11 +18,11 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm.batch import Microbatch  # noqa: E402
+from mm.checkpoint.source import open_to_train  # noqa: E402
 from mm.config.data import DataConfig, read_data  # noqa: E402
 from mm.config.model import ModelConfig, read_model  # noqa: E402
 from mm.data.encode.encoder import SampleEncoder  # noqa: E402
 from mm.data.index.dataset import Dataset  # noqa: E402
-from mm.formats.source import open_to_train  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.model.stage import Chunk, Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mm.config.flags import TRAIN
+from mm.config.args import TRAIN
 from mm.config.notes import notes_at_start, sorted_notes
 from mm.config.phases import phase_seconds
+from mm.config.rank_agreement import shared_settings
 from mm.config.run import Run, load_run
-from mm.config.shared import shared_settings
 from mm.environment import Launched, software
 from mm.errors import collected, printable, refuse
 from mm.lock import Claim
@@ -30,7 +30,7 @@ from mm.process import (
 from mm.progress import loading, ongoing
 
 if TYPE_CHECKING:
-    from mm.training.sources import Checked
+    from mm.run.sources import Checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _kept(words: Sequence[str]) -> str:
         return "an index of samples that is finished is kept"
     if (save := given.last("--save")) is None:
         return "nothing is kept, because there is no --save"
-    checkpoints: Any = sys.modules.get("mm.formats.checkpoints")
+    checkpoints: Any = sys.modules.get("mm.checkpoint.saved_steps")
     if checkpoints is None:
         return f"training had not begun; {save} is as it was"
     with collected([]):
@@ -65,7 +65,7 @@ def _run(words: Sequence[str], signals: StopSignals) -> int:
     if run.args.dry_run or run.args.check:
         run = check_files(run, Claim()).run
     if run.args.dry_run:
-        from mm.plan.stages import stage_report  # loads torch, which a mistake in the settings should not wait for
+        from mm.plan.dry_run import stage_report
 
         print(printable(stage_report(run)))
         return 0
@@ -84,8 +84,8 @@ def check_files(run: Run, claim: Claim) -> "Checked":
     """
     with loading():
         from mm.device.platforms import absent_device
-        from mm.training.preflight import check  # imports transformers, which the ranks that do not check may not need
-        from mm.training.sources import with_start
+        from mm.run.preflight import check
+        from mm.run.sources import with_start
         from mm.weights.trained import freeze_notes
 
     is_rehearsal = run.args.dry_run or run.args.check
@@ -107,7 +107,7 @@ def check_files(run: Run, claim: Claim) -> "Checked":
 def check_node(run: Run) -> None:
     """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
     with loading(is_first_rank()):
-        from mm.training.machine import Node, node_problems
+        from mm.run.resources import Node, node_problems
 
     notes: list[str] = []
     refuse(node_problems(run, Node.here(), notes))
@@ -123,8 +123,8 @@ def train(run: Run, signals: StopSignals) -> int:
     if Launched.here().local_rank == 0:
         check_node(run)
     with loading(is_first_rank()):
-        from mm.parallel.rendezvous import Rendezvous
-        from mm.parallel.watchdog import Watchdog
+        from mm.parallel.health.rendezvous import Rendezvous
+        from mm.parallel.health.watchdog import Watchdog
 
     minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
     facts = {**software(), **shared_settings(run)}
@@ -140,7 +140,7 @@ def train(run: Run, signals: StopSignals) -> int:
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
-            from mm.training.loop import Trainer
+            from mm.run.loop import Trainer
 
         with ongoing("waiting for the other ranks", is_first_rank()):
             store = watchdog.meet()

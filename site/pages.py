@@ -14,9 +14,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from mm.config.args import Arguments
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments
 from mm.config.model import ModelConfig
 from mm.config.schema import expected, fields_of, settings_of
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mm.config.model import ModelConfig
-from mm.weights.lora import model_adapters
+from mm.weights.adapters import model_adapters
 from mm.weights.names import live_name, published_name
 
 

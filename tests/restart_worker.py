@@ -15,7 +15,7 @@ from mm.device.device import Device
 Device.pick("cpu")
 
 from mm.parallel.activity import Activity, Work  # noqa: E402
-from mm.training import loop  # noqa: E402
+from mm.run import loop  # noqa: E402
 
 LATE_SECONDS = 3.0
 KILLED = {0: (1, 4, Work.FORWARD), 1: (0, 4, Work.BACKWARD)}

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
+from mm.config.args import Arguments
 from mm.config.command_line import flag_name
-from mm.config.flags import Arguments
 from mm.config.schema import fields_of
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python

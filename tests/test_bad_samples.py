@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.data.media.picture import image_size
+from mm.data.media.image_decode import image_size
 from tests.data.oracle import photo
 from tests.files import json_lines
 from tests.tiny_inputs import metrics, run, write_inputs

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm.checkpoint import convert
+from mm.checkpoint.convert import Options
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage
 from mm.config.run import load_run
-from mm.conversion import convert
-from mm.conversion.convert import Options
 from mm.errors import UserError
-from mm.formats.layout import Layout
-from mm.formats.mindspeed_layout import Format, Storage
 from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python

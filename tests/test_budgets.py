@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import pytest
 
-from mm.model.loss import max_logit_rows
-from mm.plan.by_device import rounding_bytes
-from mm.plan.memory import ChunkMemory, MicrobatchSizes
-from mm.plan.stage_memory import StageMemory
-from mm.weights.memory import memory_shape
+from mm.cost.by_device import rounding_bytes
+from mm.cost.memory import ChunkMemory, MicrobatchSizes
+from mm.cost.stage_memory import StageMemory
+from mm.model.layers.loss import max_logit_rows
+from mm.weights.shard import memory_shape
 from mm.weights.table import model_weights
 from tests.meta.step import Case, Trace
 from tests.workload import NO_COPIES, REMAINDERS, ROUNDED_MOMENTS
@@ -230,7 +230,7 @@ def test_a_validation_needs_no_more_memory_than_a_step(traced, name: str) -> Non
 
 def test_states_are_those_of_the_dry_run(traced) -> None:
     """18 bytes a trained parameter in bf16; 3 kB are step counts and other scalars."""
-    from tests.plan.test_stages import run_of, sizes
+    from tests.plan.test_dry_run import run_of, sizes
 
     (size,) = sizes(run_of("3b", [32], [36], 1, bf16=True))
     assert size.total_bytes == pytest.approx(traced(WHOLE).state_bytes, abs=1e5)
@@ -239,8 +239,8 @@ def test_states_are_those_of_the_dry_run(traced) -> None:
 @pytest.mark.parametrize(("flags", "num_bytes"), [
     (REMAINDERS, 16), ((*REMAINDERS, *ROUNDED_MOMENTS), 12), ((*NO_COPIES, *ROUNDED_MOMENTS), 10)], ids=str)
 def test_states_in_16_bits_take_less_and_are_widened_by_the_block(traced, flags, num_bytes: int) -> None:
-    """Instead of 18 bytes a trained parameter; the update moves more for each, as ``mm.plan.by_device`` assumes."""
-    from tests.plan.test_stages import run_of, sizes
+    """Instead of 18 bytes a trained parameter; the update moves more for each, as ``mm.cost.by_device`` assumes."""
+    from tests.plan.test_dry_run import run_of, sizes
 
     plain, names = Case("3b", layers=FEW_LAYERS, full_attention=FULL), [one for one in flags if one.startswith("--")]
     case = replace(plain, flags=flags)

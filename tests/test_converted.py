@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mm.conversion import convert
-from mm.conversion.convert import Options
-from mm.formats.hf import HFDirectory
-from mm.formats.layout import Layout
-from mm.formats.mindspeed_layout import Format, Storage, Structure
-from mm.formats.source import open_source
+from mm.checkpoint import convert
+from mm.checkpoint.convert import Options
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.source import open_source
 from tests import tiny
 from tests.launch import run_ranks
 

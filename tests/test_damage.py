@@ -15,17 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.source import open_hf
 from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.config.run import load_run, resolved
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
+from mm.data.index.measure import Gauge
 from mm.errors import UserError, file_error
-from mm.formats.hf import HFDirectory
-from mm.formats.source import open_hf
-from mm.plan.stages import stage_report
+from mm.plan.dry_run import stage_report
 from mm.weights.table import model_weights
-from tests.checkpoint.models import SmallModel
+from tests.mm_convert.models import SmallModel
 from tests.tiny_inputs import write_inputs
 
 ODD = (

@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 
-from mm.config.flags import TRAIN
+from mm.config.args import TRAIN
 from mm.errors import UserError, add_note, collected, nearest, printable, redacted
 
 

@@ -7,14 +7,14 @@ import subprocess
 
 import pytest
 
+from mm.config.args import parse
 from mm.config.evaluate import read_evaluation
-from mm.config.flags import parse
 from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.config.run import load_run
+from mm.cost.model_states import num_model_params
 from mm.generation.layout import placed
-from mm.plan.model_states import num_model_params
-from mm.plan.stages import stage_report
+from mm.plan.dry_run import stage_report
 from tests.files import EXAMPLES, ROOT
 
 SIZES = {  # size -> (world size, TP, PP, DP, global batch, parameters)

@@ -71,7 +71,7 @@ def test_few_files_are_listed_and_they_exist():
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 def test_no_other_file_names_a_family(family: Family):
     names = "|".join(map(re.escape, names_of(family)))
-    wanted = re.compile(rf"(?<![\w.])(?:{names})")  # mm.model.norm is a module
+    wanted = re.compile(rf"(?<![\w.])(?:{names})")  # mm.model.layers.norm is a module
     found = [f"{path.relative_to(ROOT)}:{line}: {text!r}" for path in outside() for line, text in code_of(path)
              if text != OUR_OWN_NAME and (wanted.search(text) or "qwen" in OTHER_PROJECTS.sub("", text).lower())]
     assert not found

@@ -19,33 +19,52 @@ FLOORS = {
     "mm.progress": 1, "mm.report": 1, "mm.process": 1,
     "mm.config": 1, "mm.device": 1,
     "mm.batch": 2, "mm.weights": 2, "mm.lock": 2,
-    "mm.parallel": 3, "mm.formats": 3,
-    "mm.model": 4, "mm.conversion": 4, "mm.timeline": 4,
+    "mm.parallel": 3, "mm.checkpoint": 3,
+    "mm.model": 4, "mm.timeline": 4,
     "mm.data": 5,
-    "mm.data_tool": 6, "mm.plan": 6, "mm.generation": 6, "mm.scoring": 6, "mm.page": 6,
-    "mm.training": 7,
-    "mm.launch": 8, "mm.train": 8, "mm.generate": 8, "mm.evaluate": 8, "mm.planner": 8, "checkpoint": 8,
-    "demo": 9, "mm.doctor": 9,
+    "mm.data_tool": 6, "mm.cost": 6, "mm.generation": 6, "mm.scoring": 6, "mm.page": 6,
+    "mm.run": 7,
+    "mm.launch": 8, "mm.plan": 8, "mm.generate": 8, "mm.evaluate": 8, "checkpoint": 8,
+    "mm.train": 9, "mm.doctor": 9,
+    "demo": 10,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are
 neighbours that do not see each other."""
 
 ROOMS = {
+    "mm.parallel": {
+        "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0, "mm.parallel.row_shards": 0,
+        "mm.parallel.simulation": 1, "mm.parallel.mesh": 1,
+        "mm.parallel.agreement": 2, "mm.parallel.megatron": 2,
+        "mm.parallel.zero": 3,
+        "mm.parallel.pipeline": 4,
+        "mm.parallel.health": 5,
+    },
     "mm.data": {
-        "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.record_name": 0, "mm.data.workers": 0,
-        "mm.data.fork_server": 0,
-        "mm.data.media": 1, "mm.data.read": 1, "mm.data.order": 1,
+        "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.workers": 0, "mm.data.fork_server": 0,
+        "mm.data.media": 1, "mm.data.records": 1, "mm.data.sampler": 1,
         "mm.data.encode": 2,
         "mm.data.index": 3,
-        "mm.data.feed": 4,
+        "mm.data.loader": 4,
+    },
+    "mm.run": {
+        "mm.run.schedule": 0, "mm.run.stopping": 0, "mm.run.resources": 0,
+        "mm.run.progress": 1, "mm.run.sources": 1,
+        "mm.run.optim": 2,
+        "mm.run.step": 3,
+        "mm.run.checkpoint": 4,
+        "mm.run.watch": 5,
+        "mm.run.feed": 6, "mm.run.validation": 6, "mm.run.start": 6, "mm.run.preflight": 6,
+        "mm.run.questions": 7,
+        "mm.run.loop": 8,
     },
 }  # fmt: skip
 """Folders that have rooms inside: the rooms with their floors, by the same rule.  A folder's own ``__init__`` imports
 nothing."""
 
-WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.formats",
-                     "mm.conversion", "checkpoint", "mm.model.qwen2_5_vl.rope",
-                     "mm.model.qwen2_5_vl.positions", "mm.data.order", "mm.data.read")  # fmt: skip
+WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.checkpoint",
+                     "checkpoint", "mm.model.qwen2_5_vl.rope", "mm.model.qwen2_5_vl.positions", "mm.data.sampler",
+                     "mm.data.records")
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
@@ -53,7 +72,7 @@ WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.console", "mm.environment", "mm
                  "mm.config")
 """What reads and checks settings, before torch is loaded."""
 
-FILES = {"mm.formats", "mm.conversion", "checkpoint"}
+FILES = {"mm.checkpoint", "checkpoint"}
 """What reads and writes weights, from the formats up to ``mm-convert``."""
 
 FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.console", "mm.environment",

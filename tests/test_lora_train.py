@@ -15,16 +15,16 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from checkpoint.lora import lora_hf_to_mm, lora_mm_to_hf
 from mm import train
-from mm.config.flags import Arguments
+from mm.checkpoint.convert import Options, hf_to_mm
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.peft import AdapterDirectory
+from mm.checkpoint.saved_steps import LATEST_FILE
+from mm.checkpoint.training_manifest import TrainingDirectory
+from mm.config.args import Arguments
 from mm.config.run import load_run
-from mm.conversion.convert import Options, hf_to_mm
 from mm.errors import UserError
-from mm.formats.adapter import AdapterDirectory
-from mm.formats.checkpoints import LATEST_FILE
-from mm.formats.layout import Layout
-from mm.formats.mindspeed_layout import Format, Storage
-from mm.formats.training import TrainingDirectory
-from mm.training.sources import with_start
+from mm.run.sources import with_start
 from tests.files import ROOT
 from tests.generation.commands import run_commands
 from tests.tiny_inputs import flags_of, metrics, run, write_inputs

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mm.config.run import Run
-from mm.plan.model_states import build_bytes
-from mm.plan.stage_memory import UnitBuffers
+from mm.cost.model_states import build_bytes
+from mm.cost.stage_memory import UnitBuffers
 from tests.meta.step import Case
 from tests.test_budgets import FEW_LAYERS, FROZEN_VIT, FULL, STEP_HOST_READS, formulas, rows_of
 from tests.workload import OFFLOADED
@@ -15,7 +15,7 @@ from tests.workload import OFFLOADED
 
 def test_states_in_host_memory_are_not_on_the_device(traced) -> None:
     """Only the attention of four layers is trained: the states are in real memory here."""
-    from tests.plan.test_stages import run_of, sizes
+    from tests.plan.test_dry_run import run_of, sizes
 
     case = Case("3b", layers=FEW_LAYERS, full_attention=FULL, freeze=FROZEN_VIT,
                 freeze_modules=("embedding", "output_layer", "mlp", "norm"), flags=OFFLOADED)
@@ -42,7 +42,7 @@ SHARDED = {
 
 def sharded(case: Case, *more: str, strategy: tuple[str, str] = SHARDS) -> tuple[Case, Run]:
     """``case`` on four replicas whose gradients are sharded, and its run."""
-    from tests.plan.test_stages import run_of
+    from tests.plan.test_dry_run import run_of
 
     given = {name.lstrip("-").replace("-", "_"): True for name in more}
     model = case.model()
@@ -56,7 +56,7 @@ def sharded(case: Case, *more: str, strategy: tuple[str, str] = SHARDS) -> tuple
 def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
     """States to some padding; the formula measured 0.3% below to 2.8% above the peak, and 5.2% on the first of two
     stages, whose activations are gone when the word embedding's gradient is made."""
-    from tests.plan.test_stages import sizes
+    from tests.plan.test_dry_run import sizes
 
     case, run = sharded(SHARDED[name], *more)
     step, size = traced(case), sizes(run)[case.stage]
@@ -69,7 +69,7 @@ def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: 
 @pytest.mark.parametrize("more", [(), ("--grad-reduce-in-bf16",)], ids=str)
 def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
     """Each unit is reduced in each backward pass, and the host waits for none."""
-    from tests.plan.test_stages import sizes
+    from tests.plan.test_dry_run import sizes
 
     case, run = sharded(SHARDED["3B"], *more)
     step, whole, (size,) = traced(case), traced(replace(case, flags=())), sizes(run)
@@ -88,7 +88,7 @@ def test_gradients_in_shards(traced, more: tuple[str, ...]) -> None:
 def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: str, more: tuple[str, ...]) -> None:
     """States exactly, but for norms and biases, which are also kept whole; the formula measured 1.5 to 2.9% above the
     peak."""
-    from tests.plan.test_stages import sizes
+    from tests.plan.test_dry_run import sizes
 
     case, run = sharded(SHARDED[name], *more, strategy=WEIGHT_SHARDS)
     step, (size,) = traced(case), sizes(run)

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from mm import process
+from mm.checkpoint import convert
+from mm.checkpoint import saved_steps as files
+from mm.checkpoint.convert import Options
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
 from mm.config.model import read_model
-from mm.conversion import convert
-from mm.conversion.convert import Options
-from mm.formats import checkpoints as files
-from mm.formats.layout import Layout
-from mm.formats.mindspeed_layout import Format, Storage, Structure
 from mm.lock import Claim
 from mm.timeline.spans import TIMED, seconds_key
 from mm.weights.table import model_weights

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mm.batch import Grid, Microbatch
-from mm.config.flags import LossUnit
+from mm.config.args import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.qwen2_5_vl.positions import VideoTimes
 from mm.placement import PipelineLayout

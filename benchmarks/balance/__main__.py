@@ -18,17 +18,17 @@ import numpy as np
 
 from benchmarks.measure import command, report, shipped_model, versions
 from mm.config.model import ModelConfig
+from mm.cost.costs import BlockCosts
+from mm.cost.workload import one_stage, sample_counts
 from mm.data.lengths import Lengths
-from mm.data.order.cost import SampleSizes
-from mm.data.order.pack import Budget, fullest_packs
-from mm.data.order.sampler import SAMPLERS, BatchShares
-from mm.data.order.sequence import in_order, pipeline_orders
-from mm.data.order.stream import StepSamples, Stream
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.pack import Budget, fullest_packs
+from mm.data.sampler.pipeline_order import in_order, pipeline_orders
+from mm.data.sampler.sample_stream import StepSamples, Stream
+from mm.data.sampler.sampler import SAMPLERS, BatchShares
 from mm.parallel.simulation import step_costs
-from mm.plan.costs import BlockCosts
 from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
 from mm.plan.lists import Lists
-from mm.plan.workload import one_stage, sample_counts
 from tests.files import table
 
 SAMPLES_PER_RANK = 32
@@ -51,7 +51,7 @@ class Samples:
         self._costs = BlockCosts.in_flops(one_stage(model))
 
     def samplers(self, dp_size: int, num_stages: int = 1) -> dict[str, Planned]:
-        """Plans by name in ``mm.data.order.sampler``.  A microbatch is one sample, or a pack where the name says so."""
+        """Plans by name of the sampler.  A microbatch is one sample, or a pack where the name says so."""
         shares = BatchShares(dp_size, BUDGET, num_stages=num_stages)
         orders = {name: sampler.order(self.sizes, shares, SEED) for name, sampler in SAMPLERS.items()}
         return {name: partial(_planned, stream, deal, dp_size) for name, (stream, deal) in orders.items()}

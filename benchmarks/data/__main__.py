@@ -24,8 +24,8 @@ from transformers import Qwen2VLImageProcessorPil
 from benchmarks.measure import command, median_ratio, report, seconds_of
 from mm.batch import normalised
 from mm.config.data import DataConfig
-from mm.data.media.image import ImageProcessor
-from mm.data.media.video import VideoProcessor
+from mm.data.media.image_patches import ImageProcessor
+from mm.data.media.video_patches import VideoProcessor
 from mm.data.sample import Video
 from tests.data.clips import even, write_clip
 

@@ -34,17 +34,17 @@ from PIL import Image
 from benchmarks.measure import command, num_cores, report, seconds_of, shipped_model, versions
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
-from mm.data.feed.loader import planned_steps
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import ROW, Gauge
 from mm.data.index.index import Checker, Reader
+from mm.data.index.measure import ROW, Gauge
 from mm.data.index.store import NUMBER, Columns, RecordIndex, Rows, Store
-from mm.data.order.cost import SampleSizes
-from mm.data.order.pack import Budget
-from mm.data.order.sampler import SAMPLERS, BatchShares
-from mm.data.order.stream import SampleOrder
-from mm.data.read.records import open_records
-from mm.data.read.roots import MediaRoots
+from mm.data.loader.loader import planned_steps
+from mm.data.records.records import open_records
+from mm.data.records.roots import MediaRoots
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.pack import Budget
+from mm.data.sampler.sample_stream import SampleOrder
+from mm.data.sampler.sampler import SAMPLERS, BatchShares
 
 if TYPE_CHECKING:
     from demo.tiny_checkpoint import Sizes

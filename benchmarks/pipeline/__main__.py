@@ -90,7 +90,7 @@ def model_of(case: Case) -> ModelConfig:
 
 def plan_of(case: Case, model: ModelConfig) -> Any:
     from mm.batch import BatchTotals, StepPlan
-    from mm.data.order.sequence import in_pipeline_order
+    from mm.data.sampler.pipeline_order import in_pipeline_order
     from tests.microbatches import random_microbatch
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8
@@ -113,13 +113,13 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from mm.config import flags as arguments
+    from mm.config import args as arguments
     from mm.model.load import initialize
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
+    from mm.run.step import Setup, forward_backward
+    from mm.run.watch.recorder import Recorder
     from mm.timeline.spans import seconds_of
-    from mm.training.recorder import Recorder
-    from mm.training.step import Setup, forward_backward
     from tests.parallel.messages import stand_in
 
     torch.set_num_threads(1)

@@ -14,22 +14,22 @@ import torch.distributed as dist
 from benchmarks.measure import step_arguments
 from benchmarks.sides import model_config, resized
 from mm.batch import BatchTotals, Grid, Microbatch, StepPlan
+from mm.config.args import Arguments
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.data.order.sequence import in_pipeline_order
+from mm.cost.calibration import Calibration
+from mm.cost.predict import Predictor, StepPrediction
+from mm.cost.workload import Workload, counts_of
+from mm.data.sampler.pipeline_order import in_pipeline_order
 from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.placement import PipelineLayout
-from mm.plan.calibration import Calibration
-from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.workload import Workload, counts_of
-from mm.planner.measure import ProbeSizes, measure
-from mm.planner.samples import random_microbatch
-from mm.training.step import Setup, step
+from mm.plan.measure import ProbeSizes, measure
+from mm.plan.samples import random_microbatch
+from mm.run.step import Setup, step
 
 NUM_MICROBATCHES, NUM_BATCHES = 8, 3
 _QUICK_MICROBATCHES, _QUICK_BATCHES = 2, 1

@@ -25,14 +25,14 @@ from mm.batch import BatchTotals, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.cost.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
+from mm.cost.predict import Predictor, StepPrediction
+from mm.cost.workload import Workload, counts_of, sample_counts
 from mm.data.lengths import Lengths
 from mm.device.device import Device
 from mm.device.platform import KnownDevice
 from mm.device.platforms import known_device
-from mm.plan.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
 from mm.plan.distributions import WINDOW
-from mm.plan.predict import Predictor, StepPrediction
-from mm.plan.workload import Workload, counts_of, sample_counts
 from tests.meta.device import Tally
 from tests.meta.step import Case, trace
 from tests.workload import SAMPLE, SAMPLE_TOKENS, Sample, equal_samples, num_patches, num_targets, num_tokens
@@ -81,7 +81,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     """The calibrated prediction of a step, and its measured time.  ``is_quick``: calibrate in one round."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
-    from mm.planner.measure import NUM_ROUNDS, ProbeSizes, measure
+    from mm.plan.measure import NUM_ROUNDS, ProbeSizes, measure
     from tests.microbatches import random_microbatch
 
     model, precision = case.model(), "fp32" if device.platform.name == "cpu" else "bf16"

@@ -20,11 +20,11 @@ from mm.batch import BatchTotals, Microbatch
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.cost.predict import Predictor
+from mm.cost.workload import Workload, counts_of
 from mm.device.device import Device
-from mm.plan.predict import Predictor
-from mm.plan.workload import Workload, counts_of
-from mm.planner.measure import NUM_ROUNDS, ProbeSizes
-from mm.planner.measure import measure as calibrate
+from mm.plan.measure import NUM_ROUNDS, ProbeSizes
+from mm.plan.measure import measure as calibrate
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 

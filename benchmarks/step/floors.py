@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
+from mm.cost.layer_memory import FP32, WIDTHS
+from mm.cost.memory import MicrobatchSizes
+from mm.cost.stage_memory import StageMemory
 from mm.model.flops import blocks, training_flops
-from mm.plan.layer_memory import FP32, WIDTHS
-from mm.plan.memory import MicrobatchSizes
-from mm.plan.stage_memory import StageMemory
 from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
 OPTIMIZER_BYTES_PER_PARAM = 30
 """Least memory traffic of one update, in one pass: fp32 weight and both moments read and written, gradient read, bf16
-weight written.  ``mm.plan.by_device`` has what our kernels move."""
+weight written.  ``mm.cost.by_device`` has what our kernels move."""
 FROZEN_BYTES_PER_PARAM = WIDTHS["bf16"]
 STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
 """bf16 weight, and in fp32 gradient, weight and two moments."""

@@ -202,7 +202,7 @@ launch() {
     local flag log status rehearsal words
     if [[ -n "${MM_PLAN:-}" ]]; then
         read -ra words <<<"$MM_PLAN"
-        exec env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.planner.cli "${words[@]}" -- "${flags[@]}" \
+        exec env -u WORLD_SIZE -u RANK -u LOCAL_RANK "$PYTHON" -m mm.plan.cli "${words[@]}" -- "${flags[@]}" \
             --world-size "$WORLD_SIZE"
     fi
     for flag in "$@"; do

@@ -1,7 +1,7 @@
 """The frame of every command: the fields of a frozen dataclass are its flags, and all problems are reported together.
 
 The markers of a field are in ``mm.config.schema``: ``Group`` and ``FIRST`` for the help, ``Needs``, ``Excludes`` and
-``Idle`` for rules with other flags, ``Positional``.  Flags of other programs are in ``mm.config.foreign``.
+``Idle`` for rules with other flags, ``Positional``.  Flags of other programs are in ``mm.config.mindspeed``.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from mm.config.foreign import Fixed, FlagRow, Inert, SameAs
+from mm.config.mindspeed import Fixed, FlagRow, Inert, SameAs
 from mm.config.notes import NoEffect
 from mm.config.schema import (
     APPENDS,

@@ -1,6 +1,6 @@
 """The data JSON as frozen dataclasses, with every rule between its fields.
 
-Keys of the file without a field are in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.mindspeed``.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, Strict, StringConstraints
 from pydantic.dataclasses import dataclass
 
-from mm.config.foreign import DATA_KEYS
+from mm.config.mindspeed import DATA_KEYS
 from mm.config.schema import (
     LOCAL,
     STRICT,
@@ -53,7 +53,7 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 class Attributes:
     """Names of the columns and roles in the dataset, with LLaMA-Factory's keys and defaults.
 
-    ``mm.data.read.formats`` also knows the usual names, and looks for them if a record has none of these.
+    ``mm.data.records.formats`` also knows the usual names, and looks for them if a record has none of these.
     """
 
     formatting: Formatting = "sharegpt"

@@ -15,8 +15,8 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.data import Attributes, DataConfig
-from mm.config.read import read_json
 from mm.config.schema import expected, fields_of, shown
+from mm.config.strict_json import read_json
 from mm.errors import UserError, collected, nearest, refuse
 
 REGISTRY_FILE = "dataset_info.json"

@@ -12,9 +12,9 @@ from typing import Annotated, cast
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mm.config.args import Arguments, BenchmarkName, Rule
 from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments, BenchmarkName, Rule
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
 from mm.config.outputs import ANSWERS_FOLDER

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from mm.config.activations import offload_notes, recompute_notes, recompute_problems
+from mm.config.args import Arguments
 from mm.config.command_line import flag_name, rule_notes, rule_problems
-from mm.config.flags import Arguments
 from mm.config.lora import pattern_problems
 from mm.config.model import ModelConfig
 from mm.config.notes import NoEffect

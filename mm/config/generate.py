@@ -12,12 +12,12 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from mm.config.args import Arguments, VitQkvOrder
 from mm.config.choices import DeviceName, HasPrecision
 from mm.config.command_line import CommandLine, flag_name, rule_problems
 from mm.config.data import DataConfig, read_data
-from mm.config.flags import Arguments, VitQkvOrder
-from mm.config.foreign import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
+from mm.config.mindspeed import FLAGS, Fixed, FlagRow, Inert, SameAs
 from mm.config.schema import (
     FIRST,
     STRICT,

@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from mm.config.foreign import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
+from mm.config.mindspeed import MODEL_KEYS, NOT_HERE, Fixed, Inert, Row, rows
 from mm.config.model import ModelConfig, model_problems, with_image_token
-from mm.config.read import read_json
 from mm.config.schema import STRICT, Count, Int, Key, NaturalNumber, NotNegative, Positive, ReadSettings, read_settings
+from mm.config.strict_json import read_json
 from mm.families.known import TITLES, names_of
 
 

@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
 from mm.config.notes import NoEffect
-from mm.config.read import Document
 from mm.config.schema import STRICT, Count, Fraction, Number, OrDefault, Patterns, changed, fields_of
+from mm.config.strict_json import Document
 from mm.console import whole_number
 
 PARTS: Mapping[str, tuple[str, ...]] = {

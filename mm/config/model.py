@@ -1,6 +1,6 @@
 """The model JSON as frozen dataclasses, with every rule between its fields.
 
-Keys of the file without a field are in ``mm.config.foreign``.
+Keys of the file without a field are in ``mm.config.mindspeed``.
 """
 
 import math
@@ -20,9 +20,9 @@ from mm.config.activations import (
     recompute_notes,
     recompute_problems,
 )
-from mm.config.foreign import MODEL_KEYS
 from mm.config.layers import Ints, Layers, LayerSpans, NumLayers, layers_in
 from mm.config.lora import LoraConfig
+from mm.config.mindspeed import MODEL_KEYS
 from mm.config.notes import NoEffect
 from mm.config.schema import (
     STRICT,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
+from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, read_data
 from mm.config.dataset_files import training_files, validation_files
@@ -27,13 +28,12 @@ from mm.config.flag_rules import (
     sharding_notes,
     sums_lists,
 )
-from mm.config.flags import TRAIN, Arguments
 from mm.config.lora import lora_notes, lora_problems, merged
+from mm.config.loss_unit import loss_problems, sampling_notes
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.outputs import is_same_directory
-from mm.config.read import Document
-from mm.config.sampling import loss_problems, sampling_notes
 from mm.config.schema import changed, shown
+from mm.config.strict_json import Document
 from mm.config.validation import validation_notes, validation_problems
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse

@@ -15,9 +15,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from mm.config.foreign import Fixed, Inert, Row
+from mm.config.mindspeed import Fixed, Inert, Row
 from mm.config.notes import NoEffect
-from mm.config.read import Document, read_json
+from mm.config.strict_json import Document, read_json
 from mm.errors import nearest, refuse
 
 Built = TypeVar("Built")

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from mm.config.args import Arguments
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
-from mm.config.flags import Arguments
 from mm.config.notes import NoEffect
 from mm.config.schema import changed
 

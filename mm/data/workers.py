@@ -45,7 +45,7 @@ DECODING_SECONDS = 300.0
 """Limit for one image."""
 ROOM_BYTES = 4 << 30
 """Memory that decoding one file may reserve: three times what the largest image takes."""
-_PRELOADED = ["mm.data.fork_server", "mm.data.feed.loader", "mm.data.order.sampler"]
+_PRELOADED = ["mm.data.fork_server", "mm.data.loader.loader", "mm.data.sampler.sampler"]
 """One module for the server itself, and those that workers need.  Strings, because importing the latter would invert
 the layering."""
 _WORTH_A_START = 16

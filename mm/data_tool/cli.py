@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.command_line import CommandLine, Commands
-from mm.config.foreign import Fixed, Inert
+from mm.config.mindspeed import Fixed, Inert
 from mm.data_tool.flags import CheckFlags, MockFlags, ShowFlags
 from mm.process import run_command
 

@@ -9,7 +9,7 @@ from mm.config.model import ModelConfig, read_model
 from mm.config.notes import NoEffect
 from mm.data.encode.chat import load_tokenizer
 from mm.data.index.dataset import Dataset, datasets
-from mm.data.index.gauge import Gauge
+from mm.data.index.measure import Gauge
 from mm.data.index.sample_files import Split
 from mm.data_tool.flags import CheckFlags, DataFlags, MockFlags, ShowFlags
 from mm.data_tool.show import Shown

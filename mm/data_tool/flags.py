@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.flags import DEFAULT_SEED
+from mm.config.args import DEFAULT_SEED
 from mm.config.schema import STRICT, Count, NaturalNumber, PathText, Seed
 from mm.data_tool.mock import Mock
 

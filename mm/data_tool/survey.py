@@ -11,9 +11,9 @@ from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset, notes_of
 from mm.data.index.sample_files import Split
-from mm.data.order.cost import SampleSizes
-from mm.data.order.pack import Budget, fullest_packs
-from mm.data.record_name import BadSample
+from mm.data.records.record_name import BadSample
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.pack import Budget, fullest_packs
 from mm.data.workers import in_processes
 from mm.errors import UserError
 from mm.progress import Progress

@@ -1,7 +1,7 @@
 """SwiGLU, rope, the norm of a sum and the loss's logits: work that one pass over memory can do, forward and backward.
 
 A *leaf* is a function from tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
-``mm.model.norm`` make a leaf and its gradient differentiable.  There are two sets with the same mathematics: leaves for
+``mm.model.layers.norm`` make a leaf and its gradient differentiable.  Two sets have the same mathematics: leaves for
 eager execution write in place, because each operation is a pass over memory; leaves to be fused do not write, so that a
 compiler can turn each into one kernel.
 

@@ -137,7 +137,7 @@ def _num_devices(wanted: str) -> int:
 def _devices(wanted: str) -> Iterator[Diagnosis]:
     """Memory, the devices, and versions of their libraries that do not work together."""
     from mm.device.platforms import PLATFORMS
-    from mm.training.machine import Node
+    from mm.run.resources import Node
 
     node = Node.here()
     yield from memory_findings(node.host_bytes, node.shared_bytes)

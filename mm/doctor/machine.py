@@ -14,7 +14,7 @@ from mm.environment import launcher_problems
 from mm.process import open_file_limit
 
 ENOUGH_FILES = 4096
-"""One process with everything imported needs some 260 (``mm.training.machine``); many ranks need more."""
+"""One process with everything imported needs some 260 (``mm.run.resources``); many ranks need more."""
 ENOUGH_SHARED_BYTES = 1 << 30
 """Containers have 64 MiB unless told otherwise; a microbatch of large pictures takes more than that."""
 ENOUGH_HOST_BYTES = 4 << 30

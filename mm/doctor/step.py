@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from mm.batch import BatchTotals, StepPlan
-from mm.config.flags import parse
+from mm.config.args import parse
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel.mesh import Mesh
-from mm.planner.samples import random_microbatch
-from mm.training.step import Setup, step
+from mm.plan.samples import random_microbatch
+from mm.run.step import Setup, step
 
 GOLDEN = {"loss": 6.934884, "grad_norm": 12.055017}
 """Loss and gradient norm on the CPU in fp32."""

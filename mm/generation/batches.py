@@ -13,7 +13,7 @@ from mm.generation.answers import AnswerFile
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session
 from mm.parallel.agreement import gather, on_first, together
-from mm.parallel.watchdog import Phase
+from mm.parallel.health.watchdog import Phase
 from mm.progress import Progress
 
 ReadPrompts = Callable[[], tuple[list[Prompt], list[str]]]

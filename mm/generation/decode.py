@@ -17,7 +17,7 @@ from mm.generation.choice import next_tokens, penalized
 from mm.model.cache import KeyValueCache, Places
 from mm.model.stage import Stage
 from mm.parallel.mesh import Mesh
-from mm.parallel.pipeline import message_shape
+from mm.parallel.pipeline.p2p import message_shape
 from mm.placement import StageSpec
 
 

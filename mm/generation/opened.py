@@ -13,7 +13,7 @@ from mm.progress import loading, ongoing
 
 if TYPE_CHECKING:
     from mm.generation.session import Session
-    from mm.parallel.watchdog import Phase
+    from mm.parallel.health.watchdog import Phase
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def opened(asking: Asking[Any], read: Callable[[], Sequence[str]] = tuple) -> It
     is_first = is_first_rank()
     with loading(is_first):
         from mm.generation.source import find
-        from mm.parallel.rendezvous import Rendezvous
-        from mm.parallel.watchdog import Watchdog
+        from mm.parallel.health.rendezvous import Rendezvous
+        from mm.parallel.health.watchdog import Watchdog
 
     args = asking.args
     with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm.checkpoint import source as weights
+from mm.checkpoint.hf_config import hf_problems, model_from_hf
+from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters, open_beside
+from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
+from mm.checkpoint.qkv_order import QkvOrder
+from mm.checkpoint.source import Kind, Source
 from mm.config.generate import Asking, Decoding
 from mm.config.inference import GenerationSettings, read_generation
 from mm.config.model import ModelConfig
-from mm.config.read import read_json
+from mm.config.strict_json import read_json
 from mm.console import whole_number
-from mm.conversion.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.environment import named_in_script
 from mm.errors import UserError, naming, nearest, reading, refuse
-from mm.formats import source as weights
-from mm.formats.adapter import CONFIG_FILE, AdapterDirectory, is_peft_directory
-from mm.formats.hf_config import hf_problems, model_from_hf
-from mm.formats.qkv_order import QkvOrder
-from mm.formats.source import Kind, Source
 from mm.generation.layout import placed
 
 

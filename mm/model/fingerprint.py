@@ -13,7 +13,7 @@ from torch import Tensor
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
-from mm.weights.memory import MemoryLayout
+from mm.weights.shard import MemoryLayout
 from mm.weights.table import Weight, unshard
 from mm.weights.trained import is_frozen
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from mm.checkpoint.host_copies import host_segment
 from mm.device.device import Device
-from mm.formats.host_copies import host_segment
 
 PAGE_BYTES = 16 << 20
 """Memory is copied in pages: large enough for the speed of the link, and small enough that the last page of a layer

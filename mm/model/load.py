@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm.formats.source import Source
+from mm.checkpoint.source import Source
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
 from mm.progress import Progress, ongoing
-from mm.weights.memory import MemoryLayout
-from mm.weights.readers import readers
+from mm.weights.read_assignment import readers
+from mm.weights.shard import MemoryLayout
 from mm.weights.table import Weight, shard, stored_name
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.batch import BatchTotals, Images, Microbatch, normalised
-from mm.config.flags import LossUnit
+from mm.config.args import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
-from mm.model.attention import AttentionInputs
-from mm.model.dropout import patch_keys, token_keys
-from mm.model.embedding import EmbeddingInputs, embedding_inputs
-from mm.model.loss import LossInputs, loss_inputs
-from mm.model.together import EncodedTogether
+from mm.model.layers.attention import AttentionInputs
+from mm.model.layers.dropout import patch_keys, token_keys
+from mm.model.layers.embedding import EmbeddingInputs, embedding_inputs
+from mm.model.layers.loss import LossInputs, loss_inputs
+from mm.model.shared_vision_pass import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
 from mm.parallel.context import Context
 from mm.parallel.mesh import Mesh

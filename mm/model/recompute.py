@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mm.model.cut_rows import CutRows
 from mm.model.host_activations import Keep, keep_here
+from mm.model.parallel.sharded_rows import CutRows
 
 
 @dataclass(frozen=True)

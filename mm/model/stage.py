@@ -12,28 +12,28 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from mm.config.flags import LossUnit
+from mm.config.args import LossUnit
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.device.side_stream import SideQueue
-from mm.model.cut_rows import CutRows, gather_rows
-from mm.model.embedding import VisualRows
 from mm.model.families import towers_of
 from mm.model.host_activations import HostActivations
-from mm.model.layer_context import LayerContext
-from mm.model.lora import attach
-from mm.model.loss import LossInputs
+from mm.model.layers.embedding import VisualRows
+from mm.model.layers.layer_context import LayerContext
+from mm.model.layers.lora_linear import attach
+from mm.model.layers.loss import LossInputs
+from mm.model.parallel.sharded_rows import CutRows, gather_rows
 from mm.model.prepare import ChunkInputs, Preparation
-from mm.model.together import EncodedTogether
+from mm.model.shared_vision_pass import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
 from mm.parallel.activity import Journal, Work
-from mm.parallel.buckets import Unit
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.row_shards import Pieces
-from mm.parallel.weight_shards import UnitWeights, WeightShards
-from mm.weights.memory import memory_shape
+from mm.parallel.zero.buckets import Unit
+from mm.parallel.zero.weight_shards import UnitWeights, WeightShards
 from mm.weights.placed import stage_weights
+from mm.weights.shard import memory_shape
 from mm.weights.table import Weight
 from mm.weights.trained import is_frozen
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from mm.batch import Grid, Microbatch
 from mm.config.model import LanguageConfig, ProjectorConfig, VisionConfig
 from mm.device.device import Device
-from mm.model.attention import AttentionInputs
-from mm.model.layer_context import LayerContext
+from mm.model.layers.attention import AttentionInputs
+from mm.model.layers.layer_context import LayerContext
 from mm.parallel.context import Share
 from mm.placement import StageSpec
 

@@ -24,7 +24,7 @@ _MAX_OPEN, _MAX_LISTED = 12, 50
 _MAX_SAMPLES = 8
 """Most numbers of samples in a cell."""
 _KINDS = {"text": "all tokens text", "visual": "all tokens visual", "stated": "with --dry-run-patches"}
-"""Kinds of microbatches in ``mm.plan.stage_memory`` -> how a header names them."""
+"""Kinds of microbatches in ``mm.cost.stage_memory`` -> how a header names them."""
 
 
 def write_run_page(folder: Path, path: Path | None = None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic_core import from_json
 
+from mm.checkpoint.saved_steps import ITERATION_NAME
 from mm.config.outputs import (
     ANSWERS_FOLDER,
     FACTS_FILE,
@@ -19,11 +20,10 @@ from mm.config.outputs import (
     PREDICTIONS_FILE,
     THUMBNAILS_FOLDER,
 )
-from mm.data.feed.quarantine import LEDGER
-from mm.data.record_name import BadSample
+from mm.data.loader.quarantine import LEDGER
+from mm.data.records.record_name import BadSample
 from mm.errors import UserError
 from mm.files import complete, json_object
-from mm.formats.checkpoints import ITERATION_NAME
 
 CURVES = ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second_per_device", "max_memory_bytes")
 """Fields of a step that have a curve."""

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from mm.config.flags import Arguments
+from mm.config.args import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.mesh import Mesh
 from mm.weights.table import EMBEDDING_NAME, Place, Weight, stored_name
@@ -49,7 +49,7 @@ def mark_parameters(
     - ``tensor_model_parallel`` and its ``partition_*``: megatron sets them only when it draws initial values.  Its
       gradient norm counts a parameter without the mark on one tensor-parallel rank only.
     - ``sequence_parallel``: each tensor-parallel rank has the gradient of its own rows, or of its own images, and
-      ``mm.parallel.reduction`` sums them.
+      ``mm.parallel.zero.reduction`` sums them.
     - ``shared_embedding``, if ``tied_over_slots`` (word embedding and output layer are one weight in two slots): gives
       both copies the same shard of the distributed optimizer.
     - ``shared`` on the copy in the output layer: keeps the gradient norm from counting the tied weight twice.

@@ -1,8 +1,8 @@
 """The schedule as data: the passes of a stage in their order, and when it begins to receive what they need.
 
-Pure functions of counts, for the loop that runs the passes (``mm.parallel.schedule``), the simulation and the memory
-formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it with
-megatron's own tables.
+Pure functions of counts, for the loop that runs the passes (``mm.parallel.pipeline.loop``), the simulation and the
+memory formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it
+with megatron's own tables.
 """
 
 from collections.abc import Iterator, Sequence

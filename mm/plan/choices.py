@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 from mm.config.activations import RecomputeConfig
 from mm.config.data import DataConfig
+from mm.config.loss_unit import loss_problems
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.config.run import Run, parallel_problems
-from mm.config.sampling import loss_problems
 from mm.plan.lists import Lists
 
 AS_GIVEN, BALANCED, PACKS = "as given", "balanced", "balanced packs"

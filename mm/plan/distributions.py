@@ -12,7 +12,7 @@ import numpy as np
 
 from mm.batch import image_pairs, window_pairs
 from mm.data.lengths import Lengths
-from mm.data.media.image import smart_resize
+from mm.data.media.image_patches import smart_resize
 
 SEQ_LENGTH = 8192
 WINDOW = 8

@@ -15,10 +15,10 @@ import numpy as np
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.cost.predict import Predictor
+from mm.cost.stage_memory import PeakMemory
+from mm.cost.workload import Workload
 from mm.placement import PipelineLayout, Placement
-from mm.plan.predict import Predictor
-from mm.plan.stage_memory import PeakMemory
-from mm.plan.workload import Workload
 from mm.progress import ongoing
 
 LEAST_GAIN = 1e-4

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
-from mm.config.flags import Arguments
+from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.plan.model_states import stage_sizes
-from mm.plan.stage_memory import activation_bytes_on_host, peaks
+from mm.cost.model_states import stage_sizes
+from mm.cost.stage_memory import activation_bytes_on_host, peaks
 
 NEARLY_EQUAL = 0.9
 """Devices whose smallest memory has at least this share of the others' get one answer, for the smallest."""

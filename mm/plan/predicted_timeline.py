@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mm.cost.model_states import stage_sizes
+from mm.cost.predict import Predictor, mean_passes
 from mm.parallel.activity import Activity, Work
 from mm.parallel.simulation import TimedStep, as_costs, as_messages, simulate
-from mm.plan.model_states import stage_sizes
-from mm.plan.predict import Predictor, mean_passes
 from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepSettings, StepTimeline, extent, held, seconds_of
 
 _FORWARD, _BACKWARD = 0, 1

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mm.config.evaluate import BenchmarkName, Rule
-from mm.data.read.roots import MediaRoots
+from mm.data.records.roots import MediaRoots
 from mm.data.sample import Image, Media, Sample, Turn
 from mm.errors import UserError, collected, counted, refuse
 from mm.scoring.prompts import Form, max_mark, prompt

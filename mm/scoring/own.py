@@ -13,11 +13,11 @@ from typing import Any
 
 from mm.config.evaluate import Rule
 from mm.config.schema import shown
-from mm.data.read.content import with_places
-from mm.data.read.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
-from mm.data.read.records import Raw, open_records
-from mm.data.read.roots import MediaRoots
-from mm.data.record_name import name_of, numbered
+from mm.data.records.content import with_places
+from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
+from mm.data.records.record_name import name_of, numbered
+from mm.data.records.records import Raw, open_records
+from mm.data.records.roots import MediaRoots
 from mm.errors import MAX_PROBLEMS, UserError, collected, refuse
 from mm.scoring.benchmarks import GROUPS, Item, Items
 from mm.scoring.prompts import prompt

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from mm.config.outputs import MAX_THUMBNAILS
-from mm.data.media.picture import jpeg, load_pixels
+from mm.data.media.image_decode import jpeg, load_pixels
 from mm.data.sample import Image
 from mm.report import Report, Table, page, render
 from mm.scoring.benchmarks import Item, Items

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mm.batch import BatchTotals
-from mm.config.flags import Arguments
+from mm.config.args import Arguments
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Activity, Work
 from mm.placement import StageSpec

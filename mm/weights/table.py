@@ -3,7 +3,7 @@
 Conversion both ways, resharding, loading, the keys a stage must hold and verification all ask here: no other module
 spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
-Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.formats.mindspeed_layout``
+Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.checkpoint.mindspeed_layout``
 has its local ones).  Hugging Face names are the published ones, from the model's family.
 """
 
@@ -171,7 +171,7 @@ def padded_ffn(ffn: int, tp_size: int) -> int:
 def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
     """Shape of one TP rank's shard in files, padding to a multiple of ``tp_size`` included; the same on every rank.
 
-    In memory an ffn is wider: ``mm.weights.memory``.
+    In memory an ffn is wider: ``mm.weights.shard``.
     """
     if weight.tp_dim is None:
         return weight.shape

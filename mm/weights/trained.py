@@ -65,7 +65,7 @@ def freeze_problems(model: ModelConfig) -> Iterator[str]:
     """Patterns without effect, and a model in which nothing is trained.
 
     The latter is not reported if a wrong pattern in ``--trainable-modules``, or for adapters, explains it.
-    ``mm.weights.lora.adapter_problems`` reports wrong patterns for adapters.
+    ``mm.weights.adapters.adapter_problems`` reports wrong patterns for adapters.
     """
     weights, has_wrong_name = model_weights(model.base), lacks_adapters(model)
     for flag, patterns in {"--freeze-modules": model.freeze_modules,

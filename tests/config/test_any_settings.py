@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.config.flags import TRAIN
+from mm.config.args import TRAIN
 from mm.config.run import load_run, resolved
 from mm.errors import UserError
 from tests.files import EXAMPLES

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from mm.config.args import parse
 from mm.config.flag_rules import flag_problems
-from mm.config.flags import parse
 from mm.config.lora import LoraConfig, lora_notes, lora_problems
 from mm.config.model import read_model
-from tests.config.test_flags import REQUIRED
+from tests.config.test_args import REQUIRED
 from tests.files import EXAMPLES
 
 MODEL = EXAMPLES / "model_7b.json"

@@ -9,8 +9,8 @@ import pytest
 from pydantic.dataclasses import dataclass
 
 from mm.config.data import Paths
-from mm.config.foreign import Fixed, Inert
 from mm.config.layers import Layers
+from mm.config.mindspeed import Fixed, Inert
 from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_settings
 from mm.errors import UserError
 

@@ -12,8 +12,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen
 from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.order.stream import SampleOrder, in_turn, shuffled
 from mm.data.sample import Sample, Video
+from mm.data.sampler.sample_stream import SampleOrder, in_turn, shuffled
 
 SPECIAL_TOKENS = [
     f"<|{name}|>"

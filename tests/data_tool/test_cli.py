@@ -8,9 +8,9 @@ import pytest
 from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
+from mm.data.index.measure import Gauge
 from mm.data_tool.cli import main
-from mm.training.preflight import check
+from mm.run.preflight import check
 from tests.data.oracle import photo
 from tests.files import EXAMPLES
 from tests.tiny_inputs import write_data

@@ -10,7 +10,7 @@ from PIL import Image
 from mm.batch import IGNORE_INDEX
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.media.image import ImageProcessor
+from mm.data.media.image_patches import ImageProcessor
 from mm.data_tool.show import Shown
 from tests.data.oracle import PREPROCESSOR, RECORDS
 

@@ -23,7 +23,7 @@ from demo.run import (
     DemoError,
     max_abs_diff,
 )
-from mm.plan.calibration import read_calibration
+from mm.cost.calibration import read_calibration
 from tests.files import json_lines
 from tests.launch import warm_python
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mm.cost.by_device import EAGER_ROUNDING_BYTES
 from mm.device.pointwise import mixed, rounded_at_random
-from mm.plan.by_device import EAGER_ROUNDING_BYTES
 
 NUM_SAMPLES = 1 << 16
 MEAN_TOLERANCE = 0.01

@@ -101,11 +101,11 @@ GRIDS = ((), ((1, 4, 6),), ((1, 6, 10), (1, 2, 4)), (), ((2, 8, 4),), ())
 
 def train(kernels: Kernels, mesh: Any, freeze: tuple[str, ...] = ()) -> tuple[float, dict, dict]:
     """One step of the small model on one stage: loss, gradients and updated weights by name."""
-    from mm.config import flags as arguments
+    from mm.config import args as arguments
     from mm.model.load import set_weight
     from mm.model.stage import Stage
-    from mm.training.step import Setup, forward_backward
-    from mm.training.update import update
+    from mm.run.optim.update import update
+    from mm.run.step import Setup, forward_backward
 
     config = our_config(((4,),), ((4,),), freeze=freeze)
     args = arguments.parse([

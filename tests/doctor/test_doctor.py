@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mm.cost.model_states import num_model_params
 from mm.doctor import machine, trial
 from mm.doctor.cli import run
 from mm.doctor.diagnosis import Diagnosis, Level, read_lines
@@ -29,10 +30,9 @@ from mm.doctor.rank import _different
 from mm.doctor.step import GOLDEN
 from mm.doctor.trial import FOUND, TrialNode, begun_file, cause, environment, trial_findings
 from mm.environment import VERSION
-from mm.plan.model_states import num_model_params
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python
-from tests.plan.test_stages import run_of
+from tests.plan.test_dry_run import run_of
 
 PACKAGES = """
 import json, sys

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from mm.config import flags  # noqa: E402
+from mm.config import args as flags  # noqa: E402
 from mm.config.generate import load_asking  # noqa: E402
 from mm.generation.batches import by_length  # noqa: E402
 from mm.generation.decode import Answerer  # noqa: E402
@@ -27,9 +27,9 @@ from mm.generation.prompts import Prompt, read_prompts  # noqa: E402
 from mm.generation.session import Session  # noqa: E402
 from mm.generation.source import find  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.training import checkpoint  # noqa: E402
-from mm.training.save import BegunSave  # noqa: E402
-from mm.training.step import Setup  # noqa: E402
+from mm.run.checkpoint import restore  # noqa: E402
+from mm.run.checkpoint.save import BegunSave  # noqa: E402
+from mm.run.step import Setup  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
 FEW = slice(0, 20)
@@ -113,7 +113,7 @@ def run_case(root: Path, case: Case, prompts: list[Prompt]) -> dict:
         args = flags.parse(["--lr", "0", "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "512",
                             "--mm-model", "m.json", "--mm-data", "d.json"])
         setup = Setup.build(session.stage, session.mesh, args)
-        progress = checkpoint.TrainingProgress(3, 12)
+        progress = restore.TrainingProgress(3, 12)
         BegunSave.begin(root / "saved", progress, setup, {}, save_optim=False, save_rng=False).finish(setup)
     parallel.stop_mesh()
     ways = (("drawn", SAMPLING, 8), ("drawn alone", SAMPLING, 3), ("drawn by 8", (*SAMPLING, "--seed", "8"), 8),

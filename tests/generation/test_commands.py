@@ -59,9 +59,9 @@ def commands(root: Path, stop_word: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mm.conversion import convert
-    from mm.conversion.convert import Options
-    from mm.formats.layout import Layout
+    from mm.checkpoint import convert
+    from mm.checkpoint.convert import Options
+    from mm.checkpoint.layout import Layout
 
     directory = write_inputs(tmp_path_factory.mktemp("commands"))
     write_prompts(directory)

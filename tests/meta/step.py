@@ -30,7 +30,7 @@ from tests.workload import SAMPLE, SAMPLE_TOKENS
 if TYPE_CHECKING:
     from mm.batch import Microbatch
     from mm.parallel.mesh import Mesh
-    from mm.training.step import Setup
+    from mm.run.step import Setup
 
 RECOMPUTE = {
     "none": RecomputeConfig(),
@@ -170,11 +170,11 @@ def _allocate_moments(setup: "Setup") -> None:
 
 def _step(case: Case, model: ModelConfig, mesh: "Mesh", recorder: Recorder) -> Trace:
     from mm.batch import BatchTotals, StepPlan, image_passes
-    from mm.config import flags
-    from mm.data.feed.owner import deal_images
+    from mm.config import args as flags
+    from mm.data.loader.broadcast import deal_images
     from mm.model.flops import training_flops
     from mm.model.stage import Chunk, Stage
-    from mm.training.step import Setup, forward, step
+    from mm.run.step import Setup, forward, step
     from tests.microbatches import own_pixels, random_microbatch
 
     def record_phase(chunk: Chunk, phase: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mm.training.metrics import SpikeMetrics, ValidationMetrics
-from tests.training.test_metrics import STEP
+from mm.run.watch.metrics import SpikeMetrics, ValidationMetrics
+from tests.run.watch.test_metrics import STEP
 
 FACTS: dict[str, Any] = {
     "arguments": {"mm_model": "model.json", "train_iters": 400, "lr": 1e-5, "tensor_model_parallel_size": 2,

@@ -5,7 +5,7 @@ from itertools import cycle
 from typing import Any
 
 from mm.batch import Grid
-from mm.config.flags import LossUnit, Sharding
+from mm.config.args import LossUnit, Sharding
 from tests.tiny import RawSample, random_sample
 
 Lists = tuple[int, ...] | tuple[tuple[int, ...], ...]

@@ -19,12 +19,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.conversion.adapters import open_adapters  # noqa: E402
-from mm.formats.source import Source, open_to_train  # noqa: E402
-from mm.formats.training import TrainingDirectory  # noqa: E402
+from mm.checkpoint.merge_lora import open_adapters  # noqa: E402
+from mm.checkpoint.source import Source, open_to_train  # noqa: E402
+from mm.checkpoint.training_manifest import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.weights.memory import MemoryLayout  # noqa: E402
+from mm.weights.shard import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, local_shape  # noqa: E402
 from mm.weights.trained import saved_among  # noqa: E402
 from tests.parallel.lora_cases import MIXED  # noqa: E402

@@ -1,7 +1,7 @@
 """Saves on two disks and loads from them, on two ranks that are two nodes: ``disks_worker DIRECTORY``.
 
 A node is a working directory of its own: a relative path names another directory on each.  Started by
-tests/training/test_disks.py, which reads the JSON.
+tests/run/checkpoint/test_disks.py, which reads the JSON.
 """
 
 import json
@@ -20,13 +20,13 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.formats import checkpoints  # noqa: E402
-from mm.formats import training_writer as writer  # noqa: E402
-from mm.formats.training_writer import Retention  # noqa: E402
+from mm.checkpoint import saved_steps  # noqa: E402
+from mm.checkpoint import training_files as writer  # noqa: E402
+from mm.checkpoint.training_files import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.training import disks as of_disks  # noqa: E402
-from mm.training.disks import Disks, find_disks  # noqa: E402
-from mm.training.start import open_sources  # noqa: E402
+from mm.run.checkpoint import disks as of_disks  # noqa: E402
+from mm.run.checkpoint.disks import Disks, find_disks  # noqa: E402
+from mm.run.start import open_sources  # noqa: E402
 from tests.parallel.state_layouts import DISTRIBUTED, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
 from tests.workload import REMAINDERS  # noqa: E402
@@ -67,7 +67,7 @@ def gather(name: str) -> Path:
         target = Path("..") / "gathered" / name
         target.mkdir(parents=True)
         for node in range(2):
-            for path in Path("..", f"node{node}", "save", name, checkpoints.iteration_name(2)).iterdir():
+            for path in Path("..", f"node{node}", "save", name, saved_steps.iteration_name(2)).iterdir():
                 copy = target / path.name
                 assert not copy.exists() or copy.read_bytes() == path.read_bytes(), path
                 copy.write_bytes(path.read_bytes())
@@ -108,7 +108,7 @@ def interrupted(disks: Disks) -> dict:
 
 def mixed(directory: Path, run: Run, disks: Disks) -> list[list[list[str]]]:
     """What a start says when rank 1's disk lacks the checkpoint of rank 0, or has another one of its iteration."""
-    newest, started = directory / checkpoints.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
+    newest, started = directory / saved_steps.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
     said = [problems_of(lambda: disks.check_same(newest, run.mesh))]
     for is_there in (False, True):
         if run.mesh.rank and is_there:

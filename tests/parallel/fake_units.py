@@ -6,7 +6,7 @@ from typing import Any
 
 
 class FakeGradients:
-    """As ``mm.parallel.sharded.UnitGradients``; notes what happens to it."""
+    """As ``mm.parallel.zero.gradient_shards.UnitGradients``; notes what happens to it."""
 
     def __init__(self, unit: Any, name: Hashable, is_overlapped: bool, log: list[Any]) -> None:
         """``name``: what ``log`` gets at each reduction."""

@@ -1,4 +1,4 @@
-"""What tests/parallel/test_watchdog.py lets happen to a run."""
+"""What tests/parallel/health/test_watchdog.py lets happen to a run."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """Counts the bytes that a rank keeps between two steps, in tensors of real processes, and writes them as JSON.
 
-Launched by tests/training/test_kept_bytes.py: ``kept_worker OUTPUT.json``, on two ranks.
+Launched by tests/run/test_kept_bytes.py: ``kept_worker OUTPUT.json``, on two ranks.
 """
 
 import gc
@@ -19,9 +19,9 @@ import torch.distributed as dist  # noqa: E402
 
 from mm.config import run as config  # noqa: E402
 from mm.config.data import DataConfig  # noqa: E402
+from mm.cost.model_states import stage_sizes  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.plan.model_states import stage_sizes  # noqa: E402
-from mm.training.block_adam import BlockAdam  # noqa: E402
+from mm.run.optim.block_adam import BlockAdam  # noqa: E402
 from tests.parallel.kept_cases import STATES, STRATEGIES  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402
 

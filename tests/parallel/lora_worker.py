@@ -18,17 +18,17 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from mm.checkpoint.convert import Options
+from mm.checkpoint.merge_lora import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
+from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.model import ModelConfig
-from mm.conversion.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
-from mm.conversion.convert import Options
-from mm.formats.training import TrainingDirectory
 from mm.model.load import fill
 from mm.parallel import mesh as parallel
-from mm.training import checkpoint as state
-from mm.training.optimizer import MOMENTS, owned_states
-from mm.training.save import BegunSave
-from mm.training.step import forward_backward
-from mm.weights.lora import model_adapters
+from mm.run.checkpoint import restore as state
+from mm.run.checkpoint.save import BegunSave
+from mm.run.optim.optimizer import MOMENTS, owned_states
+from mm.run.step import forward_backward
+from mm.weights.adapters import model_adapters
 from mm.weights.placed import stage_weights
 from mm.weights.table import model_weights
 from mm.weights.trained import is_frozen, saved_among, saved_weights

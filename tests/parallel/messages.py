@@ -77,7 +77,7 @@ class _NotedWork:
 @contextmanager
 def recording(events: list[Event]) -> Iterator[None]:
     """Note every batch of messages of this rank's pipeline, and every wait for one."""
-    from mm.parallel.messages import Batch
+    from mm.parallel.pipeline.messages import Batch
 
     start = Batch.start
 
@@ -166,12 +166,12 @@ def _programs_of_stage(
     from megatron.core.distributed import DistributedDataParallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mm.config import flags
+    from mm.config import args as flags
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.parallel.megatron import ddp_config
-    from mm.parallel.pipeline import PipelineCommunicator
-    from mm.parallel.schedule import run_forward, run_schedule
+    from mm.parallel.pipeline.loop import run_forward, run_schedule
+    from mm.parallel.pipeline.p2p import PipelineCommunicator
     from tests.meta.device import fake_subgroups
 
     args = flags.parse(["--lr", "1e-5", "--train-iters", "1", "--seq-length", "1", "--micro-batch-size", "1",

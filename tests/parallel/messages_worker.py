@@ -1,4 +1,4 @@
-"""Writes what every stage of each layout does in each kind of step, for tests/parallel/test_messages.py.
+"""Writes what every stage of each layout does in each kind of step, for tests/parallel/pipeline/test_messages.py.
 
 ``messages_worker OUTPUT``, a pickle of {name: {mode: programs}}; nothing is judged here.
 """

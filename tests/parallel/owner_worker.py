@@ -1,6 +1,6 @@
 """Shares the steps of small random batches in every layout and writes what each of four ranks received.
 
-Launched by tests/data/feed/test_owner.py: ``owner_worker DIRECTORY``.  Each rank writes
+Launched by tests/data/loader/test_broadcast.py: ``owner_worker DIRECTORY``.  Each rank writes
 DIRECTORY/RANK.json as it goes; nothing is judged here.
 """
 
@@ -23,7 +23,7 @@ from tests.tiny import microbatch, our_config, random_sample
 if TYPE_CHECKING:
     import torch
 
-    from mm.data.feed.loader import ReadStep
+    from mm.data.loader.loader import ReadStep
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Loader:
         return self
 
     def __next__(self) -> "ReadStep":
-        from mm.data.feed.loader import ReadStep
+        from mm.data.loader.loader import ReadStep
 
         self.num_asked += 1
         if self.failure is not None and self.num_asked > FAILING_STEP:
@@ -161,7 +161,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
 
     After a failure that only that rank knows, its process must end, so that the others notice.
     """
-    from mm.data.feed.owner import DataOwner
+    from mm.data.loader.broadcast import DataOwner
     from mm.parallel import mesh as parallel
 
     config = layout.config

@@ -26,20 +26,20 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
-from mm.config import flags as arguments  # noqa: E402
+from mm.config import args as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
-from mm.data.feed.owner import deal_images  # noqa: E402
+from mm.data.loader.broadcast import deal_images  # noqa: E402
 from mm.errors import AgreedError  # noqa: E402
 from mm.model.load import set_weight  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.placement import Placement  # noqa: E402
-from mm.training.optimizer import owned_states  # noqa: E402
-from mm.training.step import Setup, forward_backward  # noqa: E402
-from mm.training.update import StepResult, update  # noqa: E402
-from mm.weights.memory import MemoryLayout  # noqa: E402
+from mm.run.optim.optimizer import owned_states  # noqa: E402
+from mm.run.optim.update import StepResult, update  # noqa: E402
+from mm.run.step import Setup, forward_backward  # noqa: E402
 from mm.weights.names import published_name  # noqa: E402
 from mm.weights.placed import stage_weights  # noqa: E402
+from mm.weights.shard import MemoryLayout  # noqa: E402
 from mm.weights.table import Weight, model_weights, shard  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.devices import kernels_of  # noqa: E402

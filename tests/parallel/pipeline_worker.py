@@ -1,6 +1,6 @@
 """Runs one step of each case on four ranks and writes what each really sent, received, read back, kept and computed.
 
-Launched by tests/parallel/test_pipeline.py: ``pipeline_worker DIRECTORY``.  Each rank writes DIRECTORY/RANK.json;
+Launched by tests/parallel/pipeline/test_p2p.py: ``pipeline_worker DIRECTORY``.  Each rank writes DIRECTORY/RANK.json;
 nothing is judged here.  How things are counted: tests/parallel/trace.py.
 """
 
@@ -21,7 +21,7 @@ from tests.parallel.trace import Trace, counting
 
 if TYPE_CHECKING:
     from mm.parallel.activity import Activity
-    from mm.parallel.pipeline import PipelineCommunicator
+    from mm.parallel.pipeline.p2p import PipelineCommunicator
     from tests.parallel.parity_worker import Engine
 
 FEW: dict[str, Any] = {"grids": (((1, 4, 6),), (), ((1, 6, 10), (1, 2, 4)), ()), "micro_batch_size": 1}
@@ -81,9 +81,9 @@ class Coming:
 def run_case(case: Case) -> dict:
     """One step, after one that is not watched."""
     from mm.parallel import mesh as parallel
-    from mm.parallel.reduction import finalize
-    from mm.parallel.schedule import run_schedule
-    from mm.training.step import forward_backward
+    from mm.parallel.pipeline.loop import run_schedule
+    from mm.parallel.zero.reduction import finalize
+    from mm.run.step import forward_backward
     from tests.parallel import parity_worker
     from tests.tiny import hf_model, hf_tensors
 
@@ -118,7 +118,7 @@ def step_with_a_late_last_stage(
     import torch.distributed as dist
 
     from mm.parallel import mesh as parallel
-    from mm.training.step import forward_backward
+    from mm.run.step import forward_backward
     from tests.parallel import parity_worker
     from tests.tiny import hf_model, hf_tensors
 

@@ -1,6 +1,6 @@
 """Compares gradients summed in bf16 with those in fp32, on two ranks, and writes the errors as JSON.
 
-Launched by tests/training/test_reduction.py: ``reduction_worker OUTPUT.json``.
+Launched by tests/run/test_reduction.py: ``reduction_worker OUTPUT.json``.
 """
 
 import dataclasses

@@ -5,9 +5,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from mm.formats import checkpoints as files
-from mm.formats.training_writer import ALL_KEPT
-from mm.training.save import BackgroundSaves, BegunSave
+from mm.checkpoint import saved_steps as files
+from mm.checkpoint.training_files import ALL_KEPT
+from mm.run.checkpoint.save import BackgroundSaves, BegunSave
 from tests.parallel.state_run import DEVICE, Layout, Run, different, problems_of
 
 

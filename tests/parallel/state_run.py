@@ -15,25 +15,25 @@ from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
-from mm.config import flags as arguments  # noqa: E402
+from mm.checkpoint.saved_steps import find_checkpoint  # noqa: E402
+from mm.checkpoint.source import open_to_train  # noqa: E402
+from mm.checkpoint.training_files import ALL_KEPT, Retention  # noqa: E402
+from mm.config import args as arguments  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
-from mm.data.feed.owner import deal_images  # noqa: E402
+from mm.data.loader.broadcast import deal_images  # noqa: E402
 from mm.errors import UserError  # noqa: E402
-from mm.formats.checkpoints import find_checkpoint  # noqa: E402
-from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.training_writer import ALL_KEPT, Retention  # noqa: E402
 from mm.model.load import initialize  # noqa: E402
 from mm.model.stage import Stage  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.agreement import on_first, together  # noqa: E402
-from mm.training import checkpoint as state  # noqa: E402
-from mm.training.disks import Disks  # noqa: E402
-from mm.training.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
-from mm.training.save import BegunSave  # noqa: E402
-from mm.training.step import Setup, forward_backward, step  # noqa: E402
-from mm.training.update import gradients_for_norm  # noqa: E402
-from mm.weights.halves import joined  # noqa: E402
-from mm.weights.memory import memory_shape  # noqa: E402
+from mm.run.checkpoint import restore as state  # noqa: E402
+from mm.run.checkpoint.disks import Disks  # noqa: E402
+from mm.run.checkpoint.save import BegunSave  # noqa: E402
+from mm.run.optim.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
+from mm.run.optim.update import gradients_for_norm  # noqa: E402
+from mm.run.step import Setup, forward_backward, step  # noqa: E402
+from mm.weights.fp32_split import joined  # noqa: E402
+from mm.weights.shard import memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402

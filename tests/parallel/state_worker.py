@@ -1,6 +1,6 @@
 """Saves and loads training checkpoints on two ranks in many layouts and writes what it saw as JSON.
 
-Launched by tests/training/test_checkpoint.py: ``state_worker DIRECTORY``.  In the last
+Launched by tests/run/checkpoint/test_restore.py: ``state_worker DIRECTORY``.  In the last
 scenario rank 1 kills itself in the middle of a save, so the launch fails after the JSON was written.
 """
 
@@ -21,17 +21,17 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from mm.checkpoint.saved_steps import LATEST_FILE, find_checkpoint  # noqa: E402
+from mm.checkpoint.source import open_to_train  # noqa: E402
+from mm.checkpoint.tensor_io import Files  # noqa: E402
+from mm.checkpoint.training_files import Retention  # noqa: E402
+from mm.checkpoint.training_manifest import CheckpointManifest  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
 from mm.device.device import Device  # noqa: E402
-from mm.formats.checkpoints import LATEST_FILE, find_checkpoint  # noqa: E402
-from mm.formats.source import open_to_train  # noqa: E402
-from mm.formats.tensor_io import Files  # noqa: E402
-from mm.formats.training import CheckpointManifest  # noqa: E402
-from mm.formats.training_writer import Retention  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
-from mm.training import checkpoint as state  # noqa: E402
-from mm.training.progress import BestSoFar  # noqa: E402
+from mm.run.checkpoint import restore as state  # noqa: E402
+from mm.run.progress import BestSoFar  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
 from tests.parallel.state_layouts import (  # noqa: E402

@@ -1,6 +1,6 @@
 """Runs the program on two stages once for each fault, and writes how each rank ended and what all of them said.
 
-Started by tests/parallel/test_watchdog.py: ``python -m tests.parallel.watchdog_worker DIRECTORY``, where DIRECTORY
+Started by tests/parallel/health/test_watchdog.py: ``python -m tests.parallel.watchdog_worker DIRECTORY``; DIRECTORY
 holds what ``tests.tiny_inputs`` writes.  Each fault leaves its output and found.json in DIRECTORY/FAULT.  There is no
 launcher that could end a rank: this process imports everything once, forks the ranks of each fault and only waits.
 """
@@ -23,11 +23,11 @@ Device.pick("cpu")
 
 from mm import train  # noqa: E402
 from mm.errors import UserError  # noqa: E402
-from mm.parallel import watchdog  # noqa: E402
 from mm.parallel.activity import Activity, Work  # noqa: E402
-from mm.parallel.watchdog import Watchdog  # noqa: E402
+from mm.parallel.health import watchdog  # noqa: E402
+from mm.parallel.health.watchdog import Watchdog  # noqa: E402
 from mm.process import free_port  # noqa: E402
-from mm.training import loop, preflight  # noqa: E402, F401
+from mm.run import loop, preflight  # noqa: E402, F401
 
 GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mm.cost.by_device import calibration_by_flops
+from mm.cost.costs import Cutting
+from mm.cost.predict import Predictor
+from mm.cost.workload import workload_of
 from mm.parallel.simulation import SlotCost, step_cost
 from mm.placement import PipelineLayout
 from mm.plan import lists
-from mm.plan.by_device import calibration_by_flops
-from mm.plan.costs import Cutting
 from mm.plan.distributions import llava
 from mm.plan.lists import LEAST_GAIN, Costs, Lists, best_lists, rate_lists
-from mm.plan.predict import Predictor
-from mm.plan.workload import workload_of
-from tests.plan.test_stages import run_of
+from tests.plan.test_dry_run import run_of
 
 
 def of_many(cost, least, unevenness, fits) -> Costs:

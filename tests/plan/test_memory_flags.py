@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.config import flags as arguments
+from mm.config import args as arguments
 from mm.config.activations import RecomputeConfig
 from mm.config.run import Run
+from mm.plan.dry_run import stage_report
 from mm.plan.memory_flags import CHANGES, Change, changed, cheapest_fits, peak_of
-from mm.plan.stages import stage_report
-from tests.plan.test_stages import run_of
+from tests.plan.test_dry_run import run_of
 
 GIB = 2**30
 BASE = ("--lr", "0", "--train-iters", "1", "--seq-length", "1024", "--micro-batch-size", "1", "--mm-model", "m.json",

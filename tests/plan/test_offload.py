@@ -7,15 +7,15 @@ import pytest
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
+from mm.cost.by_device import calibration_by_device
+from mm.cost.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes
+from mm.cost.memory import MicrobatchSizes
+from mm.cost.stage_memory import stage_memory
+from mm.cost.workload import counts_of
 from mm.device.platforms import KNOWN_DEVICES
-from mm.plan.by_device import calibration_by_device
-from mm.plan.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes
-from mm.plan.memory import MicrobatchSizes
-from mm.plan.stage_memory import stage_memory
-from mm.plan.workload import counts_of
 from mm.weights.table import Place
-from tests.plan.test_costs import TEXT, TOTALS
-from tests.plan.test_stages import run_of
+from tests.cost.test_costs import TEXT, TOTALS
+from tests.plan.test_dry_run import run_of
 
 FULL = RecomputeConfig("full", "uniform", 1)
 

@@ -6,15 +6,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mm.cost.calibration import BlockLaws
+from mm.cost.linear_costs import Law
+from mm.cost.predict import Predictor
+from mm.cost.workload import COUNTS, Workload
 from mm.parallel.activity import Activity, Work
-from mm.plan.calibration import BlockLaws
-from mm.plan.linear_costs import Law
-from mm.plan.predict import Predictor
 from mm.plan.predicted_timeline import predicted_timeline, step_parts
-from mm.plan.workload import COUNTS, Workload
 from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
-from tests.plan.test_costs import by_flops
-from tests.plan.test_predict import run_of
+from tests.cost.test_costs import by_flops
+from tests.cost.test_predict import run_of
 from tests.timeline.records import SETTINGS
 from tests.tiny import our_config
 

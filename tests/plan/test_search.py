@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from mm.config.activations import OffloadConfig, RecomputeConfig
 from mm.config.run import Run, parallel_problems
+from mm.cost.by_device import calibration_by_device
+from mm.cost.calibration import BlockLaws, Calibration
+from mm.cost.predict import Predictor
+from mm.cost.stage_memory import PeakMemory
+from mm.cost.workload import workload_of
 from mm.device.platforms import KNOWN_DEVICES
 from mm.errors import UserError
-from mm.plan.by_device import calibration_by_device
-from mm.plan.calibration import BlockLaws, Calibration
 from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed
 from mm.plan.lists import Lists
-from mm.plan.predict import Predictor
 from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.plan.stage_memory import PeakMemory
-from mm.plan.workload import workload_of
-from tests.plan.test_predict import run_of
+from tests.cost.test_predict import run_of
 from tests.tiny import our_config
 
 H200 = next(one for one in KNOWN_DEVICES if one.label == "H200")

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mm.checkpoint.mindspeed_layout import stage_local_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
-from mm.formats.mindspeed_layout import stage_local_name
 from mm.placement import layout_problems
 from mm.weights.names import live_name, published_name
 from mm.weights.placed import stage_weights

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from mm.checkpoint.mindspeed_layout import Storage, mindspeed_targets
 from mm.config.model import read_model
-from mm.formats.mindspeed_layout import Storage, mindspeed_targets
 from mm.weights.table import local_shape, model_weights
 from mm.weights.views import ViewIndex, shard_spans
 from tests.files import EXAMPLES

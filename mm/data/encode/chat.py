@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
-from mm.config.read import read_json
+from mm.config.strict_json import read_json
 from mm.data.encode.truncation import kept_lengths, kept_turns
-from mm.data.read.formats import HALF_CHARACTER
+from mm.data.records.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
 from mm.families.family import Family

@@ -10,8 +10,8 @@ from mm.batch import Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
 from mm.data.encode.chat import ChatEncoder, EncodedText, load_tokenizer
-from mm.data.media.image import ImagePlan, ImageProcessor
-from mm.data.media.video import VideoPlan, VideoProcessor
+from mm.data.media.image_patches import ImagePlan, ImageProcessor
+from mm.data.media.video_patches import VideoPlan, VideoProcessor
 from mm.data.sample import Image, Media, Sample, Turn, Video
 from mm.errors import UserError, naming, refuse
 from mm.model.arithmetic import Arithmetic, VideoTimes

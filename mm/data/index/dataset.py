@@ -14,14 +14,14 @@ import numpy as np
 
 from mm.batch import Microbatch
 from mm.config.data import DataConfig
-from mm.data.index.contents import Contents
-from mm.data.index.gauge import BAD, Gauge
+from mm.data.index.fingerprint import Contents
+from mm.data.index.measure import BAD, Gauge
 from mm.data.index.sample_files import NUM_NAMED, IndexedFile, Split, first_of, open_files
 from mm.data.index.store import NUMBER, Columns, Rows, Store
 from mm.data.lengths import Lengths
-from mm.data.order.selection import chosen, split_off
-from mm.data.record_name import BadSample
+from mm.data.records.record_name import BadSample
 from mm.data.sample import Sample
+from mm.data.sampler.selection import chosen, split_off
 from mm.errors import UserError, collected
 
 _BATCH = 1 << 20
@@ -165,7 +165,7 @@ class Dataset:
         return self.columns.of(np.arange(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """The column ``name`` of ``mm.data.index.gauge.ROW`` for all samples, in memory; they must be measured."""
+        """The column ``name`` of ``mm.data.index.measure.ROW`` for all samples, in memory; they must be measured."""
         return self.columns.values(name, np.arange(len(self)))
 
     def contents(self) -> tuple[Contents, ...]:

@@ -13,13 +13,13 @@ import numpy as np
 from mm.batch import Grid
 from mm.config.data import Attributes
 from mm.data.encode.chat import TooLongError
-from mm.data.index.gauge import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, sample_lengths
+from mm.data.index.measure import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, sample_lengths
 from mm.data.index.store import RecordIndex, Rows
-from mm.data.media.video import VideoConstantsError
-from mm.data.read.formats import read_sample, unread_keys
-from mm.data.read.records import Raw, RecordBlock, RecordFile, Span
-from mm.data.read.roots import MediaRoots
-from mm.data.record_name import BadSample, name_of, record_place
+from mm.data.media.video_patches import VideoConstantsError
+from mm.data.records.formats import read_sample, unread_keys
+from mm.data.records.record_name import BadSample, name_of, record_place
+from mm.data.records.records import Raw, RecordBlock, RecordFile, Span
+from mm.data.records.roots import MediaRoots
 from mm.data.sample import Media, Sample
 from mm.data.workers import in_processes
 from mm.errors import MAX_PROBLEMS, UserError, printable

@@ -10,14 +10,14 @@ import numpy as np
 
 from mm.config.data import DataConfig
 from mm.config.dataset_files import DatasetFile, training_files, validation_files
-from mm.data.index.gauge import TOO_LONG, Gauge, is_usable
 from mm.data.index.index import Checker, Reader, make_index, span_of, still_bad
+from mm.data.index.measure import TOO_LONG, Gauge, is_usable
 from mm.data.index.store import RecordIndex, Store, key_of
-from mm.data.order.selection import num_chosen
-from mm.data.read.records import open_records
-from mm.data.read.roots import MediaRoots
-from mm.data.record_name import BadSample, name_of, record_place
+from mm.data.records.record_name import BadSample, name_of, record_place
+from mm.data.records.records import open_records
+from mm.data.records.roots import MediaRoots
 from mm.data.sample import Sample
+from mm.data.sampler.selection import num_chosen
 from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
 
 Split = Literal["training", "validation"]

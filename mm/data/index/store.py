@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from mm.config.data import DataConfig
-from mm.data.index.gauge import ROW
+from mm.data.index.measure import ROW
 from mm.data.lengths import Lengths
-from mm.data.read.records import RecordFile
-from mm.data.record_name import BadSample
+from mm.data.records.record_name import BadSample
+from mm.data.records.records import RecordFile
 from mm.errors import UserError, writing
 from mm.files import json_object, replace_file
 from mm.lock import making

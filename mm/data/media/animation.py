@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 from PIL import Image
 
-from mm.data.media.picture import to_rgb
-from mm.data.media.video_file import Pixels, VideoHeader, Wanted, check_size
+from mm.data.media.image_decode import to_rgb
+from mm.data.media.video_header import Pixels, VideoHeader, Wanted, check_size
 from mm.errors import UserError
 
 _FORMATS = ("GIF", "WEBP", "PNG")

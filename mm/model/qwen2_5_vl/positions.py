@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mm.batch import Grid
 from mm.model.arithmetic import VideoTimes
-from mm.model.rows import Permutation
+from mm.model.parallel.rows import Permutation
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,20 +18,20 @@ from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.device.pointwise import biased
 from mm.families.qwen2_5_vl.family import QWEN2_5_VL
-from mm.model.attention import AttentionInputs
-from mm.model.cut_rows import CutRows
-from mm.model.dropout import NO_KEYS, RowKeys
-from mm.model.layer_context import LayerContext
-from mm.model.linear import linear
-from mm.model.norm import Residual
+from mm.model.layers.attention import AttentionInputs
+from mm.model.layers.dropout import NO_KEYS, RowKeys
+from mm.model.layers.layer_context import LayerContext
+from mm.model.layers.linear import linear
+from mm.model.layers.norm import Residual
+from mm.model.parallel.rows import Permutation
+from mm.model.parallel.sharded_rows import CutRows
 from mm.model.qwen2_5_vl.layers import LayerStack
 from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
 from mm.model.qwen2_5_vl.rope import vision_cos_sin
-from mm.model.rows import Permutation
-from mm.parallel.buckets import Unit
 from mm.parallel.row_shards import Pieces
+from mm.parallel.zero.buckets import Unit
 from mm.placement import StageSpec
-from mm.weights.memory import memory_ffn
+from mm.weights.shard import memory_ffn
 
 
 @dataclass(frozen=True)

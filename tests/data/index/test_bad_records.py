@@ -15,11 +15,11 @@ import torch
 from pyarrow import Table, parquet
 
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.feed.loader import StepLoader
-from mm.data.feed.quarantine import LEDGER, Quarantine
-from mm.data.index.contents import changed
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
+from mm.data.index.fingerprint import changed
+from mm.data.index.measure import Gauge
+from mm.data.loader.loader import StepLoader
+from mm.data.loader.quarantine import LEDGER, Quarantine
 from mm.errors import UserError
 from tests.data.clips import damage_frame, even, write_clip
 from tests.data.oracle import data_config, photo

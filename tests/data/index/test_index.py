@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from mm.batch import BatchTotals
-from mm.data.feed.loader import StepLoader
 from mm.data.index import sample_files
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
 from mm.data.index.index import Checker
+from mm.data.index.measure import Gauge
 from mm.data.lengths import Lengths
+from mm.data.loader.loader import StepLoader
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
 from tests.data.oracle import RECORDS, photo
@@ -86,7 +86,7 @@ def test_the_lengths_of_a_video_equal_the_encoders(cached, model_config, tmp_pat
 
 def test_several_processes_give_the_same_index_as_one(cached, model_config, monkeypatch, tmp_path):
     """Oddities are counted over all of them, and named by the first record; also at the next start."""
-    monkeypatch.setattr("mm.data.read.records.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("mm.data.records.records.BLOCK_BYTES", 4096)
     records = [{**record, "solution": "x"} if record is RECORDS[1] else record for record in RECORDS]
     data = cached([*records, {"messages": [("user", "no answer")]}] * 120, preprocessing_num_workers=1)
     gauge = Gauge.from_config(data, model_config, 4096)
@@ -276,7 +276,7 @@ def test_selections_follow_the_seed_and_share_one_index(cached, model_config, ma
 
 
 def test_max_samples_reads_no_more_than_it_needs(cached, model_config, made, monkeypatch):
-    monkeypatch.setattr("mm.data.read.records.BLOCK_BYTES", 512)
+    monkeypatch.setattr("mm.data.records.records.BLOCK_BYTES", 512)
     data = cached([*RECORDS * 10, {"messages": []}], max_samples=12)
     gauge = Gauge.from_config(data, model_config, 4096)
     assert len(Dataset(data, gauge=gauge)) == len(Dataset(data, gauge=gauge)) == 12  # the bad one is never reached

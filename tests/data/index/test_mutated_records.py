@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from mm.config.data import Attributes
 from mm.data.index.dataset import Dataset
-from mm.data.index.gauge import Gauge
-from mm.data.read.content import HARMLESS, MEDIA
-from mm.data.read.formats import MESSAGES, read_sample, unread_keys
-from mm.data.read.roots import MediaRoots
+from mm.data.index.measure import Gauge
+from mm.data.records.content import HARMLESS, MEDIA
+from mm.data.records.formats import MESSAGES, read_sample, unread_keys
+from mm.data.records.roots import MediaRoots
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
 from tests.data.oracle import data_config

@@ -1,0 +1,330 @@
+"""The conversions: Hugging Face to MindSpeed-MM's layout, back, and from one layout to another.
+
+Each function plans one conversion; ``Conversion.run`` executes it.
+"""
+
+import hashlib
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mm.checkpoint.atomic import (
+    MEGATRON_MODES,
+    PART,
+    PLAIN_MODES,
+    Crc32s,
+    Modes,
+    begin_file,
+    commit,
+    finish_file,
+    left_bytes,
+    tidy,
+    unfinished,
+)
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.hf_target import hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.layout import Layout, check_layout
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
+from mm.checkpoint.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
+from mm.checkpoint.options import Options
+from mm.checkpoint.qkv_order import QkvOrder
+from mm.checkpoint.saved_steps import LATEST_FILE
+from mm.checkpoint.source import Source, open_hf, open_source
+from mm.checkpoint.tensor_io import Blocks, Files, groups
+from mm.config.args import VitQkvOrder
+from mm.config.outputs import folder_problems
+from mm.errors import UserError, counted, refuse
+from mm.process import print_notes
+from mm.progress import Progress, ongoing
+from mm.weights.views import Stored, TargetFile, View, dtype_name
+
+SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"
+LAYOUT = "--cfg.parallel_config"
+HF_DIR = "--cfg.hf_config.hf_dir"
+QKV_ORDER = "--cfg.common_model_config.vit_qkv_order"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion; nothing is written yet."""
+
+    sources: tuple[Source, ...]
+    target: Path
+    files: Sequence[TargetFile]
+    views: Sequence[View]
+    """Which part of the model each tensor of ``files`` holds, in their order."""
+    blocks: Callable[[Sequence[View]], Blocks]
+    """The bytes of one of ``groups`` of views, or of some of its views."""
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None]
+    """Writes the small files into the finished directory, given the checksums by file and tensor."""
+    is_ours: Callable[[Path], bool]
+    """Whether a directory is of the target's kind, so that it may be replaced."""
+    modes: Modes
+    """Permissions of the target."""
+    max_workers: int | None = None
+    """Most threads; None: as many as the options say."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the sources and the target; an interrupted conversion continues if it is the same."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update(source.fingerprint.encode())
+        for file in self.files:
+            digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
+        return digest.hexdigest()
+
+    def run(self, options: Options) -> None:
+        """Write the target, or with ``dry_run`` print the plan.
+
+        Raises UserError if the target must not or cannot be written, or the source is damaged.
+        """
+        num_workers = self.max_workers or num_threads(options.num_workers)
+        print_notes(note for source in self.sources for note in source.notes)
+        if options.dry_run:
+            print("\n".join(self.describe()))
+            return
+        target = self.target.resolve()
+        if not options.overwrite and self._is_done(target, num_workers):
+            tidy(target)
+            print(f"{target} is already identical; nothing was written.")
+            return
+        check_replaceable(target, self.sources, self.num_bytes, self.is_ours, options.overwrite)
+        for source in self.sources:
+            with ongoing(f"checking {source.path}"):
+                source.check()
+        try:
+            with unfinished(target, self.fingerprint, self.modes) as folder:
+                self.write_others(folder, self._write(folder, num_workers))
+                commit(folder, target)
+        except OSError as error:
+            raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); fix that and "
+                            f"run the same command again, which continues after the finished files.") from error
+        print(f"{target} is complete: {counted(len(self.files), 'weight file')}, {self.num_bytes:,} bytes.")
+
+    def _is_done(self, target: Path, num_workers: int) -> bool:
+        """Whether all files of the target exist, and have the right bytes."""
+        if not self.is_ours(target) or not all(
+                (target / file.name).is_file() and (target / file.name).stat().st_size == file.num_bytes
+                for file in self.files):
+            return False
+
+        def is_framed(file: TargetFile) -> bool:
+            with (target / file.name).open("rb", buffering=0) as opened, Files(target) as files:
+                frame = file.frame({one.name: files.crc32(one) for one in file.tensors})
+                return all(os.pread(opened.fileno(), len(data), at) == data for at, data in frame)
+
+        def is_right(group: Sequence[View]) -> bool:
+            with Files(target) as files:
+                return all(files.holds(*block) for block in self.blocks(group))
+
+        shown = groups(self.views)
+        with ThreadPoolExecutor(num_workers) as pool:
+            return all(pool.map(is_framed, self.files)) and all(
+                Progress(f"comparing with {target}", len(shown), "tensors").each(pool.map(is_right, shown)))
+
+    def _write(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
+        """Write the files that are not finished; returns the checksums of all tensors by file and name."""
+        left = {file.name: file for file in self.files if not self._is_finished(folder, file)}
+        if len(left) < len(self.files):
+            print(f"note: an earlier run finished {len(self.files) - len(left)} of {len(self.files)} files")
+        total, num_left = (sum(one.num_bytes for file in some for one in file.tensors)
+                           for some in (self.files, left.values()))
+        written: dict[str, list[Future[dict[Stored, int]]]] = {file: [] for file in left}
+        crc32s: dict[str, Crc32s] = {}
+        with ThreadPoolExecutor(num_workers) as pool, Progress(
+                f"writing {self.target}", total, "B", total - num_left) as progress:
+            for file in left.values():
+                begin_file(folder, file, self.modes)
+            for group in groups([view for view in self.views if view.stored.file in left]):
+                future = pool.submit(self._write_group, folder, group, progress.update)
+                for file in {view.stored.file for view in group}:
+                    written[file].append(future)
+            try:
+                for file in self.files:
+                    if file.name in left:
+                        found = {stored: crc for one in written[file.name] for stored, crc in one.result().items()}
+                        crc32s[file.name] = {one.name: found[one] for one in file.tensors}
+                        finish_file(folder, file, crc32s[file.name])
+                    else:
+                        with Files(folder) as files:
+                            crc32s[file.name] = {one.name: files.crc32(one) for one in file.tensors}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
+                raise
+        return crc32s
+
+    def _is_finished(self, folder: Path, file: TargetFile) -> bool:
+        """Whether an earlier run has finished ``file``, and nothing has changed it since."""
+        if not (folder / file.name).is_file() or (folder / file.name).stat().st_size != file.num_bytes:
+            return False
+        views = [view for view in self.views if view.stored.file == file.name]
+        with Files(folder) as files:
+            return all(files.holds(*block) for group in groups(views) for block in self.blocks(group))
+
+    def _write_group(
+        self, folder: Path, group: Sequence[View], progress: Callable[[int], object]
+    ) -> dict[Stored, int]:
+        """Write the tensors of ``group``, and return their checksums."""
+        crc32s = {view.stored: 0 for view in group}
+        with Files(folder, os.O_WRONLY, PART) as files:
+            for stored, start, block in self.blocks(group):
+                crc32s[stored] = zlib.crc32(block, crc32s[stored])
+                files.write(stored, start, block)
+                progress(len(block))
+        return crc32s
+
+    def describe(self) -> list[str]:
+        """The plan, with a line for every file."""
+        return [
+            f"{' + '.join(str(source.path) for source in self.sources)} -> {self.target}",
+            *(f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes"
+              for file in self.files),
+            f"{counted(len(self.files), 'file')}, {counted(len(self.views), 'tensor')}, {self.num_bytes:,} bytes. "
+            f"Nothing was written.",
+        ]
+
+
+def copying(
+    source: Source, target: Path, files: Sequence[TargetFile], views: Sequence[View],
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None], is_ours: Callable[[Path], bool], modes: Modes,
+) -> Conversion:
+    """The conversion that fills ``files`` from ``source``; raises UserError if one would change a dtype."""
+    refuse(
+        f"{one.view.stored.file}: {one.view.stored.name} is {dtype_name(one.view.stored.dtype)}, but "
+        f"{view.stored.name} in {view.stored.file} would be {dtype_name(view.stored.dtype)}; a conversion does not "
+        f"change dtypes. Give a source of the same dtype throughout."
+        for view in views for span in view.spans for one in source.index.find(span)
+        if one.view.stored.dtype != view.stored.dtype)
+
+    def blocks(group: Sequence[View]) -> Blocks:
+        with Files(source.path) as opened:
+            yield from opened.target_blocks(source.index, group)
+
+    return Conversion((source,), target, files, views, blocks, write_others, is_ours, modes)
+
+
+def hf_to_mm(
+    hf_dir: str | Path, mm_dir: str | Path, layout: Layout, storage: Storage | None = None,
+    language_dir: str | Path | None = None,
+) -> Conversion:
+    """Hugging Face directory -> MindSpeed-MM's layout; the LLM comes from ``language_dir`` if given.
+
+    Raises UserError if the source is incomplete, or the layout is invalid.
+    """
+    source = open_hf(HFDirectory.open(hf_dir), language_dir)
+    check_layout(layout, source.model, LAYOUT)
+    return to_mindspeed(source, Path(mm_dir), layout, storage or Storage())
+
+
+def resplit(
+    source_dir: str | Path, target_dir: str | Path, source_layout: Layout | None, target_layout: Layout,
+    hf_dir: str | Path | None = None, format: Format | None = None, structure: Structure | None = None,
+    vit_qkv_order: VitQkvOrder | None = None,
+) -> Conversion:
+    """From any layout, or a training checkpoint, to another layout.
+
+    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure are those of the source
+    unless given.  Raises UserError if the source is incomplete, or a layout is invalid.
+    """
+    given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
+    order = QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER)
+    source = open_source(
+        source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given, qkv=order)
+    check_layout(target_layout, source.model, TARGET_LAYOUT)
+    kept = source.storage or Storage()
+    storage = replace(
+        kept, format=format or kept.format, structure=structure or kept.structure, whole_vision_qkv=False)
+    return to_mindspeed(source, Path(target_dir), target_layout, storage)
+
+
+def mm_to_hf(
+    mm_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None = None,
+    structure: Structure | None = None, vit_qkv_order: VitQkvOrder | None = None,
+) -> Conversion:
+    """Any layout, or a training checkpoint -> a Hugging Face directory modelled on ``hf_dir``.
+
+    The other files of ``hf_dir`` are copied.  Weights keep the dtype of the source, and config.json states it.  Raises
+    UserError if the source is incomplete or not of the stated ``structure``, or ``hf_dir`` is of another model.
+    """
+    base = HFDirectory.open(hf_dir, weights_required=False)
+    source = open_source(
+        mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
+        qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
+    if structure and source.storage and source.storage.structure is not structure:
+        raise UserError(f"--cfg.common_model_config.enable_canonical_hf_struct says {structure.value}, but "
+                        f"{source.path} holds {source.storage.structure.value} tensors; leave the flag out.")
+    if source.is_vit_only:
+        raise UserError(f"{source.path} holds ViT and projector only (save_vit_only), not a Hugging Face model.")
+    base.check(source.model)
+    views, files = hf_targets(base, source.model, source.dtypes)
+    return copying(source, Path(save_hf_dir), files, views, lambda folder, _: write_other_files(base, folder, files),
+                   is_hf_target, PLAIN_MODES)
+
+
+def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
+    """A source of any kind -> MindSpeed-MM's layout; raises UserError if it is not possible."""
+    model = layout.place(source.model)
+    if storage.vit_only:
+        source = replace(source, views=tuple(view for view in source.views if view.weight.part != "language"))
+    views, files = mindspeed_targets(model, layout.tp_size, storage, source.dtypes)
+
+    def write_others(folder: Path, crc32s: Mapping[str, Crc32s]) -> None:
+        tensors = tuple(replace(one, crc32=crc32s[file.name][one.name]) for file in files for one in file.tensors)
+        origin = {"kind": source.kind.name.lower(), "fingerprint": source.fingerprint}
+        manifest = ConvertedManifest(TOOL, model, layout.tp_size, storage, origin, tensors)
+        (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
+        (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
+
+    return copying(source, target, files, views, write_others, lambda path: (path / LATEST_FILE).is_file(),
+                   MEGATRON_MODES)
+
+
+def num_threads(num_workers: int) -> int:
+    """The number of threads for ``--cfg.num_workers``; 0 means one per core.
+
+    Raises UserError if it is negative.
+    """
+    if num_workers < 0:
+        raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread per core) or more.")
+    return num_workers or len(os.sched_getaffinity(0))
+
+
+def check_replaceable(
+    target: Path, sources: Sequence[Source], num_bytes: int, is_ours: Callable[[Path], bool], overwrite: bool
+) -> None:
+    """Raise UserError for a target that overlaps a source, or that ``check_target`` rejects.
+
+    With ``overwrite``, a target that is not empty is rejected only if ``is_ours`` is false for it.
+    """
+    for source in (one.path.resolve() for one in sources):
+        if source.is_relative_to(target) or target.is_relative_to(source):
+            raise UserError(f"The target {target} is, contains or is inside the source {source}; give another target.")
+    if overwrite and not is_ours(target) and target.is_dir() and any(target.iterdir()):
+        raise UserError(f"The target {target} is not empty and was not written by this command; give another one.")
+    check_target(target, num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
+
+
+def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
+    """Raise UserError, before any work, for a target (a resolved path) that must not or cannot be written.
+
+    ``hint`` suggests what else to do about a target that is not empty; None means that it is replaced.
+    """
+    if hint is not None and target.is_dir() and any(target.iterdir()):
+        raise UserError(f"The target {target} is not empty; give another one{hint}.")
+    checked = target.parent if target.is_dir() else target
+    refuse(folder_problems("The target", str(checked)))
+    existing = next(folder for folder in (checked, *checked.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
+    if num_bytes > free_bytes:
+        raise UserError(f"The target {target} needs {num_bytes:,} bytes, but only {free_bytes:,} are free; make "
+                        f"room or give another disk.")

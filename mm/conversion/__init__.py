@@ -1,1 +1,0 @@
-"""Copies weights from one directory to another, for mm-convert and for a run's export."""

@@ -1,0 +1,276 @@
+"""How many seconds each microbatch takes in each slot of a placement, by the laws of a calibration.
+
+Laws are linear, so a slot's cost is linear in the counts of a microbatch: the laws of its blocks are added once, and
+any number of microbatches then takes one matrix product.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from mm.batch import NO_SAMPLES
+from mm.config.activations import RecomputeConfig
+from mm.config.model import ModelConfig, Tower
+from mm.cost.calibration import BlockKey, BlockLaws, Calibration
+from mm.cost.layer_memory import WIDTHS, kept_by_layers, layer_memories
+from mm.cost.linear_costs import FREE, Law
+from mm.cost.workload import COUNTS, image_kinds, one_stage
+from mm.errors import UserError
+from mm.model.arithmetic import Block
+from mm.model.flops import Backward, BlockPlace, block_backwards, blocks
+from mm.placement import Placement, StageSpec
+from mm.weights.shard import memory_shape
+from mm.weights.table import VISION_PLACES, Place, model_weights
+
+WHOLE_LAYER = "layer"
+"""``BlockKey.recompute`` of a layer that is recomputed as a whole."""
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How tensor parallelism cuts the blocks of a run."""
+
+    tp_size: int
+    sequence_parallel: bool
+
+
+def block_keys(model: ModelConfig, cutting: Cutting, has_images: bool) -> Mapping[BlockPlace, BlockKey]:
+    """The key of each block of ``model`` in a calibration."""
+    recomputed, model = _recomputed(model), one_stage(model)
+    matrices, backwards = _matrices(model, cutting.tp_size), block_backwards(model, has_images)
+    of_vision = Cutting(1, sequence_parallel=False) if model.encodes_whole else cutting
+    found: dict[BlockPlace, BlockKey] = {}
+    for block in blocks(model, NO_SAMPLES):
+        place, own = (block.place, block.layer), of_vision if block.place in VISION_PLACES else cutting
+        found[place] = BlockKey(block.kind, matrices[place], own.tp_size, own.sequence_parallel, backwards[place].name,
+                                recomputed.get(place, "") if backwards[place] is not Backward.NOTHING else "")
+    return found
+
+
+@cache
+def _matrices(model: ModelConfig, tp_size: int) -> Mapping[BlockPlace, tuple[tuple[int, int], ...]]:
+    found: dict[BlockPlace, list[tuple[int, int]]] = {(block.place, block.layer): [] for block in
+                                                      blocks(model, NO_SAMPLES)}
+    for weight in model_weights(model.base):
+        if len(weight.shape) > 1:
+            rows, *columns = memory_shape(weight, tp_size)
+            found[weight.place, weight.layer].append((rows, math.prod(columns)))
+    if model.language.tied:
+        found[Place.HEAD, None] += found[Place.EMBEDDING, None]
+    return {place: tuple(shapes) for place, shapes in found.items()}
+
+
+def _recomputed(model: ModelConfig) -> Mapping[BlockPlace, str]:
+    """``BlockKey.recompute`` of each layer; layers that keep everything are left out."""
+    found: dict[BlockPlace, str] = {}
+    for spec in model.placement().slots:
+        for place, tower, layers, _ in _stacks(model, spec):
+            if modules := _recomputed_modules(tower.recompute):
+                found |= {(place, layer): modules for layer in layers}
+            found |= {(place, layer): WHOLE_LAYER for layer in tower.recompute.whole_layers(layers)}
+    return found
+
+
+def _recomputed_modules(recompute: RecomputeConfig) -> str:
+    """The modules that "selective" recomputes; the scores of attention are never kept, so they do not count."""
+    return ", ".join(module for module in ("layernorm", "mlp", "mlp_act") if recompute.recomputes(module))
+
+
+def _stacks(model: ModelConfig, spec: StageSpec) -> Iterator[tuple[Place, Tower, range, bool]]:
+    """The layers of each tower in a slot, and whether the head follows them."""
+    yield Place.VISION_LAYER, model.vision, spec.vision_layers, False
+    yield Place.LANGUAGE_LAYER, model.language, spec.language_layers, spec.has_head
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """The costs of all blocks of a model as linear functions of a microbatch's counts.
+
+    For any placement, the costs of slots are sums of these.
+    """
+
+    places: tuple[BlockPlace, ...]
+    fixed: np.ndarray
+    """[2, 2, num_blocks], by direction and whether the microbatch has images: the part that no count changes."""
+    per_count: np.ndarray
+    """[2, 2, num_blocks, num_counts]"""
+
+    @classmethod
+    def of(cls, model: ModelConfig, cutting: Cutting, calibration: Calibration) -> "BlockCosts":
+        """The costs in seconds.  Raises UserError if the calibration lacks one of the blocks."""
+        found = dict[tuple[BlockPlace, bool], BlockLaws]()
+        for has_images in (False, True):
+            keys = block_keys(model, cutting, has_images)
+            found |= {(place, has_images): laws_of(key, calibration) for place, key in keys.items()
+                      if has_images or place[0] not in VISION_PLACES}
+        offloaded = offloaded_bytes(model, cutting.tp_size, calibration.machine.precision,
+                                    cutting.tp_size if cutting.sequence_parallel else 1)
+        exposed = exposed_layers(model)
+        found |= {at: behind_link(found[at], offloaded[at[0]], calibration, is_exposed=at[0] in exposed)
+                  for at in found if at[0] in offloaded}
+        return cls._from_laws(one_stage(model), found)
+
+    @classmethod
+    def in_flops(cls, model: ModelConfig) -> "BlockCosts":
+        """The costs in FLOPs, as ``mm.model.flops.slot_flops`` counts them: without recomputation."""
+        forward, found = forward_laws(model), dict[tuple[BlockPlace, bool], BlockLaws]()
+        for has_images in (False, True):
+            for place, backward in block_backwards(model, has_images).items():
+                if has_images or place[0] not in VISION_PLACES:
+                    found[place, has_images] = BlockLaws(forward[place], forward[place] * backward.num_forward)
+        return cls._from_laws(model, found)
+
+    @classmethod
+    def _from_laws(cls, model: ModelConfig, laws: Mapping[tuple[BlockPlace, bool], BlockLaws]) -> "BlockCosts":
+        places = tuple((block.place, block.layer) for block in blocks(model, NO_SAMPLES))
+        fixed, per_count = np.zeros((2, 2, len(places))), np.zeros((2, 2, len(places), len(COUNTS)))
+        rows, pairs = _linear_counts(model)
+        for number, place in enumerate(places):
+            for has_images in (False, True):
+                if (found := laws.get((place, has_images))) is None:
+                    continue
+                for direction, law in enumerate((found.forward, found.backward)):
+                    at = direction, int(has_images), number
+                    fixed[at] = law.fixed
+                    per_count[at] = law.per_row * rows[place] + law.per_pair * pairs[place]
+        return cls(places, fixed, per_count)
+
+    @property
+    def is_vision(self) -> np.ndarray:
+        """Whether each block is one of the ViT's: bool [num_blocks]."""
+        return np.array([place in VISION_PLACES for place, _ in self.places])
+
+    def of_blocks(self, counts: np.ndarray) -> np.ndarray:
+        """[2, num_microbatches, num_blocks], forward and backward, of microbatches [num_microbatches, num_counts]."""
+        kinds = image_kinds(counts)
+        return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
+
+    def of_all(self, counts: np.ndarray, has_fixed: bool = True) -> np.ndarray:
+        """Costs [num_microbatches] of all blocks in both directions; without ``has_fixed``, only the part that depends
+        on the counts."""
+        kinds = image_kinds(counts)
+        fixed, per_count = self.fixed.sum(axis=(0, 2)) * has_fixed, self.per_count.sum(axis=(0, 2))
+        return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
+
+    @property
+    def fixed_of_all(self) -> tuple[float, float]:
+        """The part of a microbatch's cost that does not depend on counts: at least, and with images."""
+        without, with_images = self.fixed.sum(axis=(0, 2)).tolist()
+        return min(without, with_images), with_images
+
+    def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Sums of ``of_slots`` over both directions and over groups of ``sizes`` consecutive microbatches: [num_groups,
+        num_slots, num_placements]."""
+        of_groups = np.add.reduceat(self.of_blocks(counts).sum(axis=0), np.cumsum(sizes) - sizes, axis=0)
+        return np.tensordot(of_groups, slots, 1)
+
+    def of_slots(self, counts: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """[2, num_microbatches, num_slots, num_placements], for several placements, as ``slots_of`` gives them."""
+        return np.tensordot(self.of_blocks(counts), slots, 1)
+
+    def slots_of(self, placements: Sequence[Placement]) -> np.ndarray:
+        """Which blocks are in which slot: 0.0 or 1.0 [num_blocks, num_slots, num_placements]."""
+        first = {place: number for number, (place, _) in reversed(list(enumerate(self.places)))}
+        held = [(place.value, number) for place, number in first.items()]
+        found = np.zeros((len(self.places), len(placements[0].slots), len(placements)))
+        for number, placement in enumerate(placements):
+            for slot, spec in enumerate(placement.slots):
+                for name, start in held:
+                    here = getattr(spec, name)  # the range of its layers, or whether it has the only block there
+                    if here:
+                        stop = start + (here.stop if isinstance(here, range) else 1)
+                        found[start + (here.start if isinstance(here, range) else 0) : stop, slot, number] = 1.0
+        return found
+
+
+@cache
+def forward_laws(model: ModelConfig) -> Mapping[BlockPlace, Law]:
+    """Forward FLOPs of each block per row and per pair; they are linear in both."""
+    found = {}
+    for same in _of_single_counts(model):
+        per_row = [one.forward / one.rows for one in same if one.rows > 0 and not one.pairs]
+        per_pair = [one.forward / one.pairs for one in same if one.pairs > 0 and not one.rows]
+        found[same[0].place, same[0].layer] = Law(0.0, (per_row or [0.0])[0], (per_pair or [0.0])[0])
+    return found
+
+
+@cache
+def _linear_counts(model: ModelConfig) -> tuple[Mapping[BlockPlace, np.ndarray], Mapping[BlockPlace, np.ndarray]]:
+    """Rows and pairs of each block are linear in the counts of a microbatch: their coefficients [num_counts]."""
+    by_block = _of_single_counts(model)
+    return ({(one[0].place, one[0].layer): np.array([block.rows for block in one], float) for one in by_block},
+            {(one[0].place, one[0].layer): np.array([block.pairs for block in one], float) for one in by_block})
+
+
+def _of_single_counts(model: ModelConfig) -> list[tuple[Block, ...]]:
+    """Each block, with one count of ``COUNTS`` after the other at 1 and all others at 0."""
+    return list(zip(*(blocks(model, replace(NO_SAMPLES, **{name: 1})) for name in COUNTS), strict=True))
+
+
+def laws_of(key: BlockKey, calibration: Calibration) -> BlockLaws:
+    """The laws of a block; raises UserError if neither it nor a block from which they follow was measured."""
+    if (found := calibration.by_key.get(key)) is not None:
+        return found.laws
+    if key.backward == Backward.NOTHING.name:  # a forward pass is the same whatever follows it
+        for one in calibration.blocks:
+            if replace(one.key, backward=key.backward, recompute=key.recompute) == key:
+                return BlockLaws(one.laws.forward, FREE)
+    if key.recompute == WHOLE_LAYER:
+        plain = laws_of(replace(key, recompute=""), calibration)
+        return BlockLaws(plain.forward, plain.backward + plain.forward)
+    raise UserError(
+        f"the calibration has no {key.kind} of this run, on {key.tp_size} tensor-parallel ranks"
+        f"{' with sequence parallelism' * key.sequence_parallel}, whose backward pass computes "
+        f"{Backward[key.backward].value[1]} and recomputes {key.recompute or 'nothing'}; run mm-plan calibrate with "
+        f"the flags of this run")
+
+
+# Offloaded activations cross the link to host memory while layers are computed
+
+HOST_BYTES_PER_SECOND = 20e9
+"""Assumed for a device's link to host memory, in each direction: PCIe 4.0 with 16 lanes moves 31.5 GB/s at most,
+and the devices of a node share the host's memory."""
+
+
+def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces: int) -> Mapping[BlockPlace, int]:
+    """Bytes per row that each offloaded layer sends to host memory and fetches back.
+
+    ``num_pieces``: as in ``ChunkMemory``.  Ranks that exchange heads for tokens keep slightly more.
+    """
+    found = dict[BlockPlace, int]()
+    if not model.offloads_activations:
+        return found
+    for spec in model.placement().slots:
+        for place, tower, layers, is_before_head in _stacks(model, spec):
+            known = layer_memories(one_stage(model), place, tp_size, WIDTHS[precision], num_pieces, 1)
+            kept = kept_by_layers(tower, layers, known, is_before_head=is_before_head)
+            found |= {(place, layer): sizes.kept(keeps) for layer, sizes, keeps, is_offloaded in kept if is_offloaded}
+    return found
+
+
+def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
+    """Layers whose backward pass waits for their own activations.
+
+    The activations of a layer come back during the backward pass of the next layer of its tower in the same chunk.  The
+    last layer has no next one, so it waits if it is offloaded.
+    """
+    return frozenset(
+        (place, layer) for spec in model.placement().slots
+        for place, tower, layers, is_before_head in _stacks(model, spec)
+        for layer in tower.offload.layers(layers, is_before_head=is_before_head) if layer == layers[-1])
+
+
+def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is_exposed: bool) -> BlockLaws:
+    """The laws of a layer during which ``num_bytes`` per row cross the link to host memory.
+
+    Per row, the slower of computation and transfer counts; attention's pairs are added to either.  ``is_exposed``: its
+    backward pass first waits for the layer's own transfer, which is added (``exposed_layers``).
+    """
+    if calibration.host_bytes is None:
+        return laws
+    per_row = num_bytes / calibration.host_bytes
+    forward, backward = (replace(law, per_row=max(law.per_row, per_row)) for law in (laws.forward, laws.backward))
+    return BlockLaws(forward, replace(backward, per_row=backward.per_row + per_row) if is_exposed else backward)

@@ -1,0 +1,183 @@
+"""The microbatches of each optimizer step, prepared ahead by worker processes (``mm.data.workers``)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import count, islice
+from typing import Any
+
+import torch
+
+from mm.batch import IGNORE_INDEX, Microbatch
+from mm.data.encode.encoder import Outline, SampleEncoder
+from mm.data.index.dataset import Dataset
+from mm.data.loader.feature_cache import FeatureCache
+from mm.data.records.record_name import BadSample
+from mm.data.sampler.sample_stream import SampleOrder, StepSamples
+from mm.data.workers import Prepared
+from mm.errors import UserError, add_note
+
+_PLANNED_AHEAD = 2
+"""Steps planned before they are requested.  The loader requests as far ahead as its workers prepare."""
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """The microbatches of one data-parallel rank in one optimizer step."""
+
+    microbatches: list[Microbatch]
+    bad: tuple[BadSample, ...] = ()
+    """Samples that could not be used.  Each is replaced by one token that is not a target."""
+    is_validation: bool = False
+
+
+class StepLoader(Iterator[ReadStep]):
+    """Iterator over the optimizer steps of one data-parallel rank.
+
+    What it yields depends only on its arguments, not on ``num_workers`` or timing.  Workers start at once.
+    """
+
+    def __init__(
+        self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[StepSamples], num_workers: int = 2,
+        prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
+    ) -> None:
+        """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
+        samples becomes one token that is not a target.
+
+        ``steps`` is consumed as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers
+        the calling thread encodes.  ``skips_bad``: samples that cannot be used are left out and reported.
+        ``features``: the cache of ViT outputs, used instead of pixels if it has all media of a microbatch.
+        """
+        read = _ReadMicrobatch(dataset, encoder, skips_bad, features)
+        self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
+
+    def __next__(self) -> ReadStep:
+        """The next step.  Raises UserError naming a sample that cannot be used, unless bad samples are left out."""
+        step, bad, is_last = [], [], False
+        while not is_last:
+            item, found, is_last = next(self._microbatches)
+            if isinstance(item, UserError):
+                raise item
+            step.append(item)
+            bad += found
+        return ReadStep(step, tuple(bad))
+
+    def close(self) -> None:
+        """End the workers.  The loader yields no more steps."""
+        self._microbatches.close()
+
+
+def planned_steps(make_order: Callable[[], SampleOrder], num_workers: int) -> Iterator[StepSamples]:
+    """The endless steps of one replica, planned ahead by a process of their own; without workers, by this thread.
+
+    Planning takes time in proportion to the global batch: a second of Python for 100,000 samples, during which this
+    process could launch no work on its device.
+    """
+    return Prepared(_PlanStep(make_order), count(), min(num_workers, 1), _PLANNED_AHEAD)
+
+
+@dataclass(frozen=True)
+class _PlanStep:
+    """Plans a step, given its number.  Pickles small: the order, in proportion to the dataset, is made where it is
+    used."""
+
+    make_order: Callable[[], SampleOrder]
+
+    @cached_property
+    def _order(self) -> SampleOrder:
+        return self.make_order()
+
+    def __call__(self, number: int) -> StepSamples:
+        return self._order.step(number)
+
+
+def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]]:
+    """Each microbatch of all steps, with whether it is the last of its step: steps differ in their numbers of them."""
+    for step in steps:
+        assert step, "a step without microbatches would never end"
+        for number, indices in enumerate(step):
+            yield indices, number == len(step) - 1
+
+
+@dataclass(frozen=True)
+class _ReadMicrobatch:
+    """Reads one microbatch; returns it with bad samples, and whether it is the last of its step.
+
+    A UserError is returned, not raised: raised in a worker, its message would be buried in a traceback.
+    """
+
+    dataset: Dataset
+    encoder: SampleEncoder
+    skips_bad: bool
+    features: FeatureCache | None
+
+    def __call__(self, one: tuple[list[int], bool]) -> tuple[Microbatch | UserError, list[BadSample], bool]:
+        indices, is_last = one
+        bad: list[BadSample] = []
+        try:
+            outlines = [self._attempt(index, partial(self._outline, index), bad) for index in indices]
+            outlines = self._looked_up(outlines)
+            samples = [self._attempt(index, partial(self._filled, outline), bad).microbatch
+                       for index, outline in zip(indices, outlines, strict=True)]
+        except UserError as error:
+            return error, [], is_last
+        return Microbatch.join(samples or [_stand_in()]), bad, is_last
+
+    def _attempt(self, index: int, work: Callable[[], Outline], bad: list[BadSample]) -> Outline:
+        """The result of ``work``, or a stand-in for sample ``index`` if it fails and bad samples are skipped."""
+        try:
+            return work()
+        except UserError as error:
+            if not self.skips_bad:
+                raise
+            bad.append(self.dataset.bad_sample(index, error))  # raises if the whole file has changed
+            return Outline(_stand_in(index), (), "")
+
+    def _outline(self, index: int) -> Outline:
+        sample = self.dataset[index]
+        with _noting(sample.where):
+            outline = self.encoder.outline(sample)
+            self.dataset.refuse_changed(index, outline.microbatch)
+        return replace(outline, microbatch=replace(outline.microbatch, samples=(index,)))
+
+    def _looked_up(self, outlines: list[Outline]) -> list[Outline]:
+        """Add the cached ViT outputs if all are cached, otherwise the keys of the missing ones."""
+        if self.features is None:
+            return outlines
+        found_keys, found = self.features.look_up(
+            [one for outline in outlines for one in outline.media], self.encoder.videos)
+        keys, features, filled = iter(found_keys), iter(found or ()), []
+        for outline in outlines:
+            own = tuple(islice(features, len(outline.media)))
+            changes: dict[str, Any] = {"feature_keys": tuple(islice(keys, len(outline.media)))}
+            if own:
+                changes |= {"features": torch.cat(own), "feature_bytes": self.features.row_bytes}
+            filled.append(replace(outline, microbatch=replace(outline.microbatch, **changes)))
+        return filled
+
+    def _filled(self, outline: Outline) -> Outline:
+        """Add the pixels, unless cached features replace the ViT."""
+        if outline.microbatch.skips_vision:
+            return outline
+        with _noting(outline.where):
+            return replace(outline, microbatch=self.encoder.filled(outline))
+
+
+@contextmanager
+def _noting(where: str) -> Iterator[None]:
+    """Add a note with the sample to errors that are not the user's."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"while encoding sample {where}")
+        raise
+
+
+def _stand_in(*samples: int) -> Microbatch:
+    """Replaces a sample that is left out, so that no rank and no pack becomes empty.
+
+    Token 0 exists in every vocabulary.
+    """
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)

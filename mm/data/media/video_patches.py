@@ -1,0 +1,256 @@
+"""Video files as the patches that the ViT reads: selected frames, resized, in pairs.
+
+Bit-identical to transformers' ``Qwen2VLVideoProcessor``, which needs torchvision and keeps all frames in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from mm.batch import Grid, Normalisation
+from mm.config.data import DataConfig
+from mm.data.media.animation import animation_header, is_animation
+from mm.data.media.frame_sampling import (
+    Clock,
+    FrameRule,
+    llama_factory_frames,
+    llama_factory_seconds,
+    most_frame_pixels,
+    vl_utils_frames,
+    wanted_frames,
+)
+from mm.data.media.image_decode import image_size, load_image
+from mm.data.media.image_patches import ImageProcessor, ResizeStep, llama_factory_steps, smart_resize
+from mm.data.media.video_decode import frames_of, missing_backend
+from mm.data.media.video_header import Pixels, Wanted, read_header
+from mm.data.sample import Inline, Video
+from mm.data.workers import decoding
+from mm.errors import UserError
+
+_Chosen = tuple[tuple[int, int], np.ndarray, Fraction, Wanted]
+"""Width and height; frame indices, the duration that they cover, and what a decoder needs to find them."""
+MAX_VIDEO_PIXELS = 1 << 28
+"""Limit for all resized frames of a video together: 768 MiB.  Decoded frames are in memory one at a time."""
+
+
+class VideoConstantsError(UserError):
+    """A video cannot be read because the checkpoint lacks its settings: not the sample's fault."""
+
+
+@dataclass(frozen=True)
+class VideoPlan:
+    """How one video will be read; only its first frame has been decoded so far."""
+
+    path: str | tuple[str | Inline, ...]
+    """As in ``Video``."""
+    grid: Grid
+    """Pairs of frames, and the patches of one frame."""
+    seconds: float
+    """Time from one pair of frames to the next."""
+    wanted: Wanted
+    repeats: tuple[int, ...]
+    """How many times in a row each wanted frame is used."""
+    steps: tuple[ResizeStep, ...]
+    """Sizes to which each frame is resized before its final size."""
+
+
+def backend_of(data: DataConfig) -> str:
+    return data.video_backend or "pyav"
+
+
+@dataclass(frozen=True)
+class VideoProcessor:
+    """Sizes, constants and settings for videos."""
+
+    constants: ImageProcessor
+    """The checkpoint's constants for videos."""
+    data: DataConfig
+    is_upright: bool
+    """Whether to apply the rotation stored in the file."""
+    missing: tuple[str, ...] = ()
+    """Why the checkpoint does not say how to resize videos; ``constants`` are then those of images."""
+
+    @property
+    def backend(self) -> str:
+        """The library that decodes video files."""
+        return backend_of(self.data)
+
+    @classmethod
+    def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
+        """Raises UserError when the backend is not installed, or when the bounds of ``data`` contradict the
+        checkpoint's constants.
+
+        If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
+        datasets without videos do not need them.
+        """
+        if (why := missing_backend(backend_of(data))) is not None:
+            raise UserError(f"video_backend is {data.video_backend!r}, which cannot be imported ({why}); install it, "
+                            f"or use \"pyav\".")
+        try:
+            constants = ImageProcessor.from_directory(data.model_name_or_path, media="video")
+        except UserError as error:
+            return cls(images, data, images.is_upright, error.problems)
+        if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
+            raise UserError(
+                f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
+                f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
+            )
+        return cls(constants, data, images.is_upright)
+
+    def plan(self, video: Video) -> VideoPlan:
+        """Select frames and size.  Raises UserError naming the file, also for extreme aspect ratios, and
+        VideoConstantsError."""
+        if self.missing:
+            raise VideoConstantsError(f"{video.contents[0]} is a video, but {problem}" for problem in self.missing)
+        name, is_listed = str(video.contents[0]), isinstance(video.path, tuple)
+        try:
+            first, numbers, length, wanted = self._listed(video) if is_listed else self._filed(video, name)
+            pairing = self.constants.temporal_patch_size
+            num_frames = -(-len(numbers) // pairing) * pairing
+            steps = self._steps(video, *first)
+            width, height = [first, *(size for size, _ in steps)][-1]
+            height, width = self._last_size(video, height, width, num_frames)
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{name}: {error}; change its settings, crop or remove the video.") from error
+        if num_frames * height * width > MAX_VIDEO_PIXELS:
+            raise UserError(f"{name}: {num_frames} frames of {width} x {height} pixels exceed the limit of "
+                            f"{MAX_VIDEO_PIXELS} pixels in total; lower video_max_pixels or "
+                            f"{'list fewer frames' if is_listed else 'video_maxlen'}.")
+        side = self.constants.patch_size
+        repeats = np.unique(numbers, return_counts=True)[1]
+        repeats[-1] += num_frames - len(numbers)  # repeat the last frame to complete the last pair
+        return VideoPlan(
+            video.path,
+            grid=(num_frames // pairing, height // side, width // side),
+            seconds=float(pairing * length / len(numbers)),
+            wanted=wanted,
+            repeats=tuple(repeats.tolist()),
+            steps=tuple(steps),
+        )
+
+    def _filed(self, video: Video, path: str) -> _Chosen:
+        """The frames of a video file to take.  Raises ValueError for settings that it does not fit."""
+        with decoding(path, self.data.video_timeout):
+            header = animation_header(path) if is_animation(path) else read_header(path, self.is_upright)
+        clock, rule = Clock.of(header, video.video_start, video.video_end), self._rule(video)
+        if _is_llama_factory(self.data):
+            numbers, length = llama_factory_frames(clock, rule), llama_factory_seconds(clock)
+        else:
+            numbers, length = vl_utils_frames(clock, rule), clock.seconds
+        return (header.width, header.height), numbers, length, wanted_frames(clock, numbers, self.is_upright)
+
+    def _listed(self, video: Video) -> _Chosen:
+        """The same for a list of frames, which are all used.  Raises UserError if their sizes differ."""
+        sizes: list[tuple[int, int]] = []
+        for path in video.contents:
+            with decoding(path):
+                sizes.append(size := image_size(path, self.is_upright))
+            if size != sizes[0]:
+                raise UserError(
+                    f"{path}: has {size[0]} x {size[1]} pixels, but the first frame of its video, {video.contents[0]}, "
+                    f"has {sizes[0][0]} x {sizes[0][1]}; save all frames in one size, or give them as images.")
+        rate = Fraction(video.sample_fps or video.fps or self.data.video_fps).limit_denominator(1_000_000)
+        numbers, zeros = tuple(range(len(sizes))), (0,) * len(sizes)
+        wanted = Wanted(numbers, numbers, zeros, zeros, zeros, 0, 1 / rate, self.is_upright)
+        return sizes[0], np.array(numbers), len(numbers) / rate, wanted
+
+    def patches(self, plan: VideoPlan) -> Tensor:
+        """Decode, resize and cut the frames of a plan.
+
+        Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that are merged into one
+        visual token are contiguous.  Raises UserError naming the file.
+        """
+        (pairs, rows, columns), pairing = plan.grid, self.constants.temporal_patch_size
+        values = torch.empty(pairs, rows * columns, 3 * pairing * self.constants.patch_size**2, dtype=torch.uint8)
+        frames = self._resized(plan)
+        for pair in values:
+            pixels = torch.stack([next(frames) for _ in range(pairing)]).permute(0, 2, 3, 1)
+            pair.copy_(self.constants.to_patches(pixels)[0])
+        assert next(frames, None) is None
+        return values.view(-1, values.shape[-1])
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """Rounds like transformers: one subtraction and one division, by 255 times the checkpoint's constants."""
+        mean, std = ((torch.tensor(one) * 255.0).tolist() for one in
+                     (self.constants.image_mean, self.constants.image_std))
+        return Normalisation(1.0, tuple(mean), tuple(std))
+
+    def _resized(self, plan: VideoPlan) -> Iterator[Tensor]:
+        """The frames of a plan in their final size, uint8 [3, height, width]."""
+        size = [patches * self.constants.patch_size for patches in plan.grid[1:]]
+        for frame, count in zip(self._decoded(plan), plan.repeats, strict=True):
+            yield from [_resize(_stepped(frame, plan.steps), size)] * count
+
+    def _decoded(self, plan: VideoPlan) -> Iterator[Pixels]:
+        if isinstance(plan.path, str):
+            with decoding(plan.path, self.data.video_timeout):
+                yield from frames_of(plan.path, plan.wanted, self.backend)
+            return
+        for path in plan.path:
+            with decoding(path):
+                frame = load_image(path, self.is_upright)
+            yield np.array(frame)
+
+    def _rule(self, video: Video) -> FrameRule:
+        if video.fps is not None and video.nframes is not None:
+            raise ValueError("it has both fps and nframes; keep one of them")
+        data, is_llama_factory = self.data, _is_llama_factory(self.data)
+        most = video.max_frames or data.video_maxlen
+        return FrameRule(
+            fps=video.fps or data.video_fps,
+            num_frames=video.nframes,
+            min_frames=video.min_frames or (1 if is_llama_factory else min(data.video_min_frames, most)),
+            max_frames=most,
+        )
+
+    def _bounds(self, video: Video) -> tuple[int, int]:
+        """The least and most pixels per frame in the user's settings."""
+        least = self.data.video_min_pixels if video.min_pixels is None else video.min_pixels
+        return least, video.max_pixels or self.data.video_max_pixels
+
+    def _steps(self, video: Video, width: int, height: int) -> list[ResizeStep]:
+        return llama_factory_steps(width, height, *self._bounds(video)) if _is_llama_factory(self.data) else []
+
+    def _last_size(self, video: Video, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """Height and width in pixels.  Raises ValueError for extreme aspect ratios and contradictory bounds."""
+        constants = self.constants
+        lower, upper = constants.min_pixels, constants.max_pixels
+        if not _is_llama_factory(self.data):
+            least, most = self._bounds(video)
+            lower = max(lower, least)
+            upper = min(upper, most_frame_pixels(
+                most, lower, video.total_pixels or self.data.video_total_pixels, num_frames))
+        if lower > upper:
+            raise ValueError(f"the pixel bounds of its frames contradict each other: at most {upper}, at least {lower}")
+        return smart_resize(height, width, constants.patch_size * constants.merge_size, lower, upper)
+
+
+def _is_llama_factory(data: DataConfig) -> bool:
+    return data.image_resize == "llamafactory"
+
+
+def _stepped(frame: Pixels, steps: tuple[ResizeStep, ...]) -> Pixels:
+    """A frame after the resizing steps that LLaMA-Factory does with Pillow."""
+    if not steps:
+        return frame
+    image = Image.fromarray(frame)
+    for size, how in steps:
+        image = image.resize(size, how)
+    return np.array(image)
+
+
+def _resize(frame: Pixels, size: list[int]) -> Tensor:
+    """Resize to ``size`` (height, width): uint8 [3, height, width].  The same arithmetic as torchvision's."""
+    pixels = torch.tensor(frame).permute(2, 0, 1)[None]
+    if list(pixels.shape[2:]) == size:
+        return pixels[0]
+    return F.interpolate(pixels.contiguous(), size, mode="bicubic", antialias=True, align_corners=False)[0]

@@ -1,0 +1,164 @@
+"""The order of samples that a run's settings select: which sampler, and whether microbatches are packs.
+
+``SAMPLERS`` lists them all, for runs, ``mm-data check`` and the benchmark.  The global batch of a step contains the
+same samples under every layout, and with BalancedBatchSampler and packing the same as with a plain shuffle: only their
+distribution over the ranks differs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from mm.config.data import DataConfig
+from mm.config.run import Run
+from mm.data.lengths import HasLengths
+from mm.data.sampler.balance import Groups, HasSizes, Sizes, dealt, even_groups, even_packs, spread
+from mm.data.sampler.bucket import bucket_stream, sorted_in_turn
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.pack import Budget, fullest_packs
+from mm.data.sampler.sample_stream import Deal, SampleOrder, StepSamples, Stream, in_turn, shuffled
+
+PACKS_OF_STAGE = 4
+"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
+
+A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: at most a fifth with four
+per stage.  Twice as many would save up to another tenth, but halve the tokens in each.
+"""
+
+
+@dataclass(frozen=True)
+class BatchShares:
+    """How a global batch is divided."""
+
+    dp_size: int
+    """Number of data-parallel ranks."""
+    budget: Budget
+    """Limits of one pack."""
+    micro_batch_size: int = 1
+    """Samples per microbatch without packing."""
+    unit: int = 1
+    """The number of packs per rank is a multiple of this."""
+    num_stages: int = 1
+    """Number of pipeline stages."""
+
+
+class DealBySizes(Protocol):
+    """Maps the samples of a global batch to what each rank takes."""
+
+    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]: ...
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Orders all samples, and distributes those of a global batch over the ranks."""
+
+    deal: DealBySizes
+    has_buckets: bool = False
+    """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
+
+    def order(self, sizes: HasSizes, shares: BatchShares, seed: int, shuffle: bool = True) -> tuple[Stream, Deal]:
+        """The stream of all samples, and the function that distributes a global batch of it."""
+        stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
+            shuffled(len(sizes), seed, shuffle))
+        return stream, partial(self.deal, sizes=sizes, shares=shares)
+
+
+def sampler_name(data: DataConfig) -> str:
+    """The key in ``SAMPLERS`` for a data JSON.  All samplers that ignore costs share one key."""
+    by_cost = {"BucketBatchSampler": f"BucketBatchSampler, {data.priority_mode}",
+               "BalancedBatchSampler": "BalancedBatchSampler"}
+    return by_cost.get(data.sampler_type, PLAIN) + PACKING * data.packs
+
+
+def order_description(run: Run) -> str:
+    """The order of the samples as far as settings determine it.  Checkpoints store and compare this text."""
+    how = f"shuffled by --seed {run.args.seed}" if run.data.is_shuffled else "in the order of the files"
+    return f"in buckets of like cost, {how}" if SAMPLERS[sampler_name(run.data)].has_buckets else how
+
+
+def order_of(
+    run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int, sizes: SampleSizes | None = None
+) -> SampleOrder:
+    """What replica ``dp_rank`` trains on.  ``lengths`` covers all samples; ``sizes`` are theirs, computed here if
+    absent."""
+    data, args = run.data, run.args
+    shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
+    sizes = sizes or SampleSizes(run.model, lengths)
+    stream, deal = SAMPLERS[sampler_name(data)].order(sizes, shares, args.seed, data.is_shuffled)
+    return SampleOrder(stream, deal, run.global_batch_size, dp_rank, consumed_samples)
+
+
+def budget_of(run: Run) -> Budget:
+    """The limits of one pack in ``run``."""
+    return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
+
+
+def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
+    """Deal in turn, regardless of cost."""
+    return in_turn(samples, shares.micro_batch_size, shares.dp_size)
+
+
+def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
+    """Deal in turn, in order of cost."""
+    return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
+
+
+def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
+    """The fewest, fullest packs; tokens are distributed roughly evenly over the ranks."""
+    own, dp_size, unit = sizes.of(samples), shares.dp_size, shares.unit
+    packs = fullest_packs(own.num_tokens, own.num_patches, shares.budget)
+    if len(packs) < dp_size or (unit > 1 and len(packs) % (dp_size * unit)):
+        packs = even_packs(Sizes(own.num_tokens, own.num_tokens, own.num_patches), shares.budget, dp_size, unit)
+    ranks = _dealt(_sums(own.num_tokens, packs), shares)
+    return _steps(samples, [[packs[number] for number in rank] for rank in ranks])
+
+
+def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
+    """Packs of even cost; all ranks cost the same.
+
+    As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
+    half-full pack costs half, while a pipeline without enough microbatches idles.
+    """
+    own, wanted = sizes.of(samples), PACKS_OF_STAGE * shares.num_stages if shares.num_stages > 1 else 1
+    packs = even_packs(own, shares.budget, shares.dp_size, shares.unit, wanted)
+    return _steps(samples, spread(packs, _dealt(_sums(own.costs, packs), shares), own, shares.budget))
+
+
+def _dealt(costs: np.ndarray, shares: BatchShares) -> Groups:
+    """With a unit, each rank gets the same number of packs; otherwise only cost counts, with at least one pack each."""
+    of_each = len(costs) // shares.dp_size
+    return dealt(costs, shares.dp_size, *((of_each, of_each) if shares.unit > 1 else (1,)))
+
+
+def balanced(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
+    """Microbatches of even cost, the same number for each rank; total cost is even over the ranks."""
+    own, nothing = sizes.of(samples).costs, np.zeros_like(samples)
+    groups = even_groups(own, shares.micro_batch_size)
+    of_each = len(groups) // shares.dp_size
+    ranks = dealt(_sums(own, groups), shares.dp_size, of_each, of_each)
+    return _steps(samples, spread(groups, ranks, Sizes(own, nothing, nothing), Budget(num_tokens=0)))
+
+
+def _sums(values: np.ndarray, groups: Groups) -> np.ndarray:
+    sizes = np.array([len(group) for group in groups])
+    return np.add.reduceat(values[[one for group in groups for one in group]], np.cumsum(sizes) - sizes)
+
+
+def _steps(samples: np.ndarray, ranks: list[Groups]) -> list[StepSamples]:
+    numbers = samples.tolist()
+    return [[[numbers[one] for one in group] for group in groups] for groups in ranks]
+
+
+PLAIN, PACKING = "BaseRandomBatchSampler", " with packing"
+SAMPLERS: Mapping[str, Sampler] = {
+    PLAIN: Sampler(plain),
+    "BucketBatchSampler, data_bucketing_img": Sampler(plain, has_buckets=True),
+    "BucketBatchSampler, data_reordering_img": Sampler(reordered),
+    PLAIN + PACKING: Sampler(packed),
+    "BalancedBatchSampler": Sampler(balanced),
+    "BalancedBatchSampler" + PACKING: Sampler(packed_evenly),
+}
+"""Keyed by ``sampler_name``.  mm/config refuses bucket samplers with packing."""

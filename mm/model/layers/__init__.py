@@ -1,0 +1,1 @@
+"""The layers that any family is built from."""

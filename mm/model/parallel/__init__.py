@@ -1,0 +1,1 @@
+"""Rows of a layer on several ranks: tensor, sequence and context parallelism."""

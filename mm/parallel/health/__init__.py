@@ -1,0 +1,1 @@
+"""How ranks find each other, notice a hang and end together."""

@@ -1,0 +1,1 @@
+"""The passes of a pipeline stage and the messages between stages."""

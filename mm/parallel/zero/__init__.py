@@ -1,0 +1,1 @@
+"""Gradients and weights of which each data-parallel rank keeps a shard (ZeRO)."""

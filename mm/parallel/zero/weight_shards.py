@@ -1,0 +1,177 @@
+"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3): they are whole only while their unit is open.
+
+Each element of a weight without memory reads as NaN, so that a use of a closed unit cannot pass unnoticed.  Norms and
+biases stay whole: a layer's last bias is added by the next layer.  ``zero3_schedule`` decides when units open and
+close.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mm.parallel.zero.buckets import BucketLayout, Unit, owned_weights
+
+
+def without_memory(module: nn.Module) -> None:
+    """Free the memory of the weights of a module that has just been built, before the next one is."""
+    for weight in module.parameters():
+        weight.data = placeholder(weight)
+
+
+def placeholder(weight: Tensor) -> Tensor:
+    """A tensor with the shape of ``weight`` and without memory; each element reads as NaN."""
+    return torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+class _Bucket:
+    """Weights that one collective gathers.  They lie one after another, and this rank keeps its shard of that."""
+
+    def __init__(self, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
+        self.layout, self._group = BucketLayout.of(weights, group.size()), group
+        self.shard = weights[0].new_zeros(self.layout.num_elements // group.size(), requires_grad=False)
+        self._start = len(self.shard) * group.rank()
+        self._whole: Tensor | None = None
+        self._gather: Any = None
+        self._small = [weight for weight in weights if weight.ndim == 1]
+        self._placeholders = [(weight, placeholder(weight)) for weight in weights if weight.ndim > 1]
+        for weight in self._small:
+            weight.data = torch.empty_like(weight, requires_grad=False)
+        for weight, one in self._placeholders:
+            weight.data = one
+
+    def shard_of(self, weight: Any) -> tuple[Tensor, int]:
+        """The elements of ``weight`` that this rank keeps, flat and possibly none, and the index of the first in the
+        weight."""
+        first, last = self.layout.places[weight]
+        begin = min(max(first, self._start), last)
+        end = max(begin, min(last, self._start + len(self.shard)))
+        here = max(0, begin - self._start)
+        return self.shard[here : here + end - begin], begin - first
+
+    def start_gathering(self) -> None:
+        assert self._whole is None, "it is closed"
+        self._whole = self.shard.new_empty(self.layout.num_elements)
+        self._gather = dist.all_gather_into_tensor(self._whole, self.shard, group=self._group, async_op=True)
+
+    def finish_gathering(self, is_new: bool) -> None:
+        """``is_new``: whether the weights have changed since they were last gathered."""
+        whole = self._whole
+        assert whole is not None, "the gather has started"
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        for weight, _ in self._placeholders:
+            start, stop = self.layout.places[weight]
+            weight.data = whole[start:stop].view(weight.shape)
+        if is_new and self._small:
+            places = map(self.layout.places.get, self._small)
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]  (no public name)
+                [weight.data for weight in self._small], [whole[slice(*place)] for place in places if place])
+
+    def close(self) -> None:
+        for weight, one in self._placeholders:
+            weight.data = one
+        self._whole = None
+
+
+class UnitWeights:
+    """The weights of one unit on this rank: its shard always, all of them while the unit is open."""
+
+    def __init__(self, unit: Unit, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
+        """Trained and frozen weights are gathered separately: the optimizer's shards divide only the trained ones."""
+        self.unit = unit
+        kinds = [[weight for weight in weights if weight.requires_grad is is_trained] for is_trained in (True, False)]
+        self._buckets = [_Bucket(some, group) for some in kinds if some]
+        self.buckets = {weight: bucket for bucket in self._buckets for weight in bucket.layout.places}
+        self.is_open = self.is_arriving = False
+        self._is_new = True
+
+    def weights_change(self) -> None:
+        """Call when the shards of any rank change."""
+        assert not self.is_open and not self.is_arriving, "an open unit would keep the weights of before"
+        self._is_new = True
+
+    def start_opening(self) -> None:
+        """Start to gather the weights, on all ranks that have shards of them."""
+        assert not self.is_open and not self.is_arriving, "other ranks would wait for a gather that this one omits"
+        for bucket in self._buckets:
+            bucket.start_gathering()
+        self.is_arriving = True
+
+    def open(self) -> None:
+        """Wait for the weights that ``start_opening`` gathers."""
+        if not self.is_open:
+            assert self.is_arriving, "every rank gathers it at the same place"
+            for bucket in self._buckets:
+                bucket.finish_gathering(self._is_new)
+            self.is_open, self.is_arriving, self._is_new = True, False, False
+
+    def close(self) -> None:
+        """Free the memory of the weights, after waiting for those that are still arriving."""
+        if self.is_arriving:
+            self.open()
+        if self.is_open:
+            for bucket in self._buckets:
+                bucket.close()
+            self.is_open = False
+
+
+class WeightShards:
+    """This rank's shards of all weights of a chunk."""
+
+    def __init__(self, units: Iterable[Unit], weights: Iterable[Any], group: dist.ProcessGroup) -> None:
+        """``units``: in the order of the forward pass.  The values of ``weights``, which may have no memory, are lost.
+        """
+        self.all_units = tuple(units)
+        """Including units that own nothing because their module uses the weights of an earlier unit."""
+        owned = owned_weights(self.all_units, weights)
+        self.units = tuple(UnitWeights(unit, own, group)
+                           for unit, own in zip(self.all_units, owned, strict=True) if own)
+        """The units that own weights."""
+        self._unit_of = {weight: unit for unit in self.units for weight in unit.buckets}
+        self.are_held = False
+        """Whether ``all_opened`` is holding all units open."""
+
+    def unit_of(self, weight: Any) -> UnitWeights:
+        return self._unit_of[weight]
+
+    def shard_of(self, weight: Any) -> tuple[Tensor, int]:
+        """See ``_Bucket.shard_of``."""
+        return self._unit_of[weight].buckets[weight].shard_of(weight)
+
+    def set(self, weight: Any, values: Tensor) -> None:
+        """Keep this rank's shard of ``values``, a whole weight."""
+        shard, first = self.shard_of(weight)
+        shard.copy_(values.reshape(-1)[first : first + len(shard)])
+        self._unit_of[weight].weights_change()
+
+    def weights_change(self) -> None:
+        """Call when the shards of any rank have changed."""
+        for unit in self.units:
+            unit.weights_change()
+
+    @contextmanager
+    def opened(self, unit: UnitWeights) -> Iterator[None]:
+        """Open ``unit`` while the body runs, on all ranks together."""
+        unit.start_opening()
+        unit.open()
+        try:
+            yield
+        finally:
+            unit.close()
+
+    @contextmanager
+    def all_opened(self) -> Iterator[None]:
+        """Hold all units open while the body runs, on all ranks together."""
+        with ExitStack() as closing:
+            for unit in self.units:
+                closing.enter_context(self.opened(unit))
+            self.are_held = True
+            try:
+                yield
+            finally:
+                self.are_held = False

@@ -1,0 +1,266 @@
+"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mm.config.run import Run, load_run, parallel_problems
+from mm.console import whole_number
+from mm.cost.by_device import calibration_by_device
+from mm.cost.calibration import Calibration
+from mm.data.index.dataset import Dataset
+from mm.data.index.measure import Gauge
+from mm.data.lengths import HasLengths
+from mm.device.platform import KnownDevice, Links
+from mm.device.platforms import KNOWN_DEVICES
+from mm.errors import UserError, counted, nearest, printable, refuse
+from mm.plan.calibrated import calibration_for
+from mm.plan.choices import (
+    AS_GIVEN,
+    ENCODERS,
+    NAMES,
+    RECOMPUTE,
+    SAMPLERS,
+    choices,
+    encoder_batch_sizes,
+    fixed_problems,
+    present_choice,
+    recomputations,
+)
+from mm.plan.distributions import DISTRIBUTIONS, mixed
+from mm.plan.flags import LayoutFlags
+from mm.plan.lists import Lists
+from mm.plan.search import LayoutSearch, Planned, SearchResult
+from mm.plan.written import write_layout
+from mm.report import Report, Table
+
+NUM_SAMPLES = 20_000
+"""Samples drawn from the distributions of ``--lengths``."""
+NUM_STEPS = 4
+"""Steps over which the layouts of the report are predicted."""
+MEMORY_SHARE = 0.92
+"""Fraction of a device's memory that a rank may need by default.  The driver, communication buffers and fragmentation
+take the rest."""
+_WORDS = {"sampler": SAMPLERS, "encoder": ENCODERS, "recompute": (*RECOMPUTE, AS_GIVEN)}
+"""Fields of ``--fix`` whose values are words, with the legal ones."""
+_MOST_RANKS = 1 << 20
+_MIN_SPEEDUP = 1.01
+"""Least speedup for which the report advises a change."""
+_HEAD = ("", "TP", "CP", "PP", "VPP", "DP", "MBS", "samples", "encoder", "recompute", "step, s", "90% interval",
+         "tok/s/device", "MFU", "waits", "GiB")
+
+
+@dataclass(frozen=True)
+class _LayoutPlan:
+    """What the report shows."""
+
+    run: Run
+    """The run as given."""
+    device: KnownDevice | None
+    calibration: str
+    """The source of the predictions."""
+    found: SearchResult
+    seconds: float
+    """Duration of the search."""
+    present: Planned | None
+    """None if the run's own layout is not legal, which ``present_problems`` then explains."""
+    present_problems: tuple[str, ...]
+    max_bytes: int | None
+
+
+def layouts(flags: LayoutFlags, training: Sequence[str]) -> Iterator[str]:
+    """Search, and yield the report.  With ``--write``, also write the best layout, and yield what was written."""
+    plan = _planned(flags, training)
+    yield _report(plan).text()
+    if flags.write is not None:
+        yield printable(write_layout(flags.write, plan.found.ranking[0], plan.run))
+
+
+def _planned(flags: LayoutFlags, training: Sequence[str]) -> _LayoutPlan:
+    run = load_run([*training, "--dry-run"], checks_layout=False)
+    if (flags.device is None) == (flags.calibration is None):
+        raise UserError(f"--device is {flags.device or 'absent'} and --calibration is {flags.calibration or 'absent'}; "
+                        f"give one of them: a device by name ({', '.join(_labels())}), or a file of mm-plan calibrate")
+    device = None if flags.device is None else _device(flags.device)
+    links = _links(flags, device)
+    fixed = _fixed(flags.fix)
+    lengths = lengths_of(run) if flags.lengths is None else _drawn_lengths(flags.lengths, run)
+    max_bytes = None if flags.memory_gib is None else flags.memory_gib << 30
+    if max_bytes is None and device is not None and device.memory_bytes is not None:
+        max_bytes = int(MEMORY_SHARE * device.memory_bytes)
+    calibrate, what = _calibrations(flags, device, links, run)
+    refuse(fixed_problems(run, fixed))
+    legal = list(choices(run, fixed, links.node_size))
+    if not legal:
+        raise UserError(
+            f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
+            f"{f' and --fix {flags.fix}' if fixed else ''}: TP must divide heads and vocabulary, TP x CP x PP the "
+            f"ranks, and DP x MBS the samples; change --world-size, --global-batch-size or --fix")
+    search, began = (LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, recomputations(fixed)),
+                     time.perf_counter())
+    found = search.best(legal, flags.top, encoder_batch_sizes=encoder_batch_sizes(fixed))
+    seconds = time.perf_counter() - began
+    if not found.ranking:
+        raise UserError(_nothing_fits(found, max_bytes) if found.smallest else found.refusals)
+    present, problems = None, tuple(parallel_problems(run))
+    if not problems:
+        with suppress(UserError):  # the calibration lacks its blocks
+            present = search.planned(present_choice(run), run)
+    return _LayoutPlan(run, device, what, found, seconds, present, problems, max_bytes)
+
+
+def _labels() -> list[str]:
+    return [one.label for one in KNOWN_DEVICES if one.peak_flops is not None]
+
+
+def _device(name: str) -> KnownDevice:
+    """The known device that ``name`` means: its label, or the only one that contains the word."""
+    known = {one.label.casefold(): one for one in KNOWN_DEVICES if one.peak_flops is not None}
+    word = name.casefold()
+    found = [known[word]] if word in known else [one for label, one in known.items() if word in label]
+    if len(found) != 1:
+        several = f"which may be {' or '.join(one.label for one in found)}" if found else (
+            f"which is not known{nearest(word, known)}")
+        raise UserError(f"--device is {name!r}, {several}; expected one of {', '.join(_labels())}; or measure the "
+                        f"device with mm-plan calibrate and give --calibration")
+    return found[0]
+
+
+def _links(flags: LayoutFlags, device: KnownDevice | None) -> Links:
+    links = device.links if device is not None else Links(np.inf, np.inf, _MOST_RANKS)
+    if flags.node_size is not None:
+        links = replace(links, node_size=flags.node_size)
+    return links if flags.network_gbit is None else replace(links, between=flags.network_gbit * 1e9 / 8)
+
+
+def _calibrations(
+    flags: LayoutFlags, device: KnownDevice | None, links: Links, run: Run
+) -> tuple[Callable[[Run], Calibration], str]:
+    """A function from a layout to its calibration, and a description of the source."""
+    if device is not None:
+        return (lambda one: calibration_by_device(one, device, links)), (
+            f"published figures of {device.label} ({device.reference}), {counted(links.node_size, 'device')} per node, "
+            f"{links.between * 8 / 1e9:.0f} Gbit/s each to other nodes; usual efficiencies; nothing was measured")
+    assert flags.calibration is not None, "one of the two is given"
+    found = calibration_for(flags.calibration, run, flags.accept_calibration)
+    return (lambda _: found), f"{flags.calibration}: {found.machine.device}, {found.date}"
+
+
+def lengths_of(run: Run) -> HasLengths:
+    """The lengths of the run's own samples; their index is made if there is none."""
+    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+
+
+def _drawn_lengths(words: str, run: Run) -> HasLengths:
+    """Lengths drawn from the distributions that ``--lengths`` names."""
+    shares: dict[str, float] = {}
+    for word in words.split(","):
+        name, _, share = word.partition("=")
+        if name not in DISTRIBUTIONS:
+            raise UserError(f"--lengths has {name!r}; expected one of {', '.join(DISTRIBUTIONS)}"
+                            f"{nearest(name, DISTRIBUTIONS)}")
+        try:
+            shares[name] = float(share or 1)
+        except ValueError:
+            shares[name] = 0.0
+        if not 0 < shares[name] < np.inf:
+            raise UserError(f"--lengths has {word!r}; expected a share above 0, as in {name}=1")
+    return mixed(shares, max(NUM_SAMPLES, NUM_STEPS * run.global_batch_size), run.args.seed, run.args.seq_length)
+
+
+def _fixed(words: str) -> Mapping[str, Sequence[object]]:
+    found: dict[str, Sequence[object]] = {}
+    for word in filter(None, words.split(",")):
+        name, _, values = word.partition("=")
+        if name.upper() not in NAMES:
+            raise UserError(f"--fix has {word!r}; expected {', '.join(NAMES)}{nearest(name.upper(), NAMES)}")
+        field = NAMES[name.upper()]
+        if field in _WORDS:
+            legal = _WORDS[field]
+            if strange := [value for value in values.split("/") if value not in legal]:
+                raise UserError(f"--fix has {name}={strange[0]}; expected {', '.join(legal)}")
+            found[field] = values.split("/")
+        else:
+            numbers = [number for value in values.split("/") if (number := whole_number(value))]
+            if len(numbers) <= values.count("/"):
+                raise UserError(f"--fix has {word!r}; expected an integer of at least 1, as in {name}=2")
+            found[field] = numbers
+    return found
+
+
+def _nothing_fits(found: SearchResult, max_bytes: int | None) -> str:
+    smallest = found.smallest
+    assert smallest is not None and max_bytes is not None, "asked where nothing fits"
+    choice, missing = smallest.choice, smallest.peak_bytes - max_bytes
+    return (f"no layout fits into {max_bytes / 2**30:.1f} GiB: the smallest of {found.num_considered} needs "
+            f"{smallest.peak_bytes / 2**30:.1f} GiB (TP {choice.tp_size}, CP {choice.cp_size}, PP {choice.num_stages}, "
+            f"recompute {choice.recompute}), which is {missing / 2**30:.1f} GiB too much; use more or larger devices, "
+            f"train adapters with --lora-target-modules, freeze a part, or reduce --seq-length")
+
+
+def _report(plan: _LayoutPlan) -> Report:
+    """What to do and what it is based on, then the layouts and the memory of the best."""
+    best = plan.found.ranking[0]
+    rows = [_row(str(number), one, plan) for number, one in enumerate(plan.found.ranking, 1)]
+    rows += [] if plan.present is None else [_row("now", plan.present, plan)]
+    title = "Layouts: all train on the same samples in each step, with the same loss and gradients"
+    model = Path(plan.run.args.mm_model).name
+    return Report(
+        f"Layouts for {counted(plan.run.world_size, 'rank')} and {model}", tuple(_facts(plan, best)),
+        (Table(title, _HEAD, tuple(rows)),))
+
+
+def _facts(plan: _LayoutPlan, best: Planned) -> Iterator[tuple[str, str]]:
+    yield "Advice", _advice(plan, best)
+    yield "Based on", plan.calibration
+    tokens, patches = map(best.workload.mean, ("num_tokens", "num_patches"))
+    yield "Data", (f"{counted(best.run.global_batch_size, 'sample')} per step: {tokens:,.0f} tokens and {patches:,.0f} "
+                   f"patches, the mean of {counted(len(best.workload.steps), 'step')}")
+    vision, language = Lists.of(best.run.model).values()
+    yield "ViT", f"layout 1: image_encoder.vision_encoder.pipeline_num_layers: {vision}"
+    yield "LLM", f"layout 1: text_decoder.pipeline_num_layers: {language}"
+    yield "Searched", (
+        f"{counted(plan.found.num_considered, 'layout')} in {plan.seconds:.1f} s; no layout that fits can take less "
+        f"than {plan.found.least:.4g} s, whatever its lists, so layout 1 is at most "
+        f"{best.step.seconds / plan.found.least - 1:.1%} slower than the best possible")
+    if plan.run.args.shards_weights:
+        yield "Stages", ("only layouts with one pipeline stage: optim_grads_params works with no more; give "
+                         "--data-parallel-sharding-strategy optim_grads to search the others")
+    of_stages = ", ".join(f"{num_bytes / 2**30:.1f}" for num_bytes in best.stage_bytes)
+    yield "Memory", f"layout 1: {of_stages} GiB on a rank of each stage"
+    if plan.max_bytes is not None:
+        yield "Limit", (f"{plan.max_bytes / 2**30:.1f} GiB per rank; no lists that fit were found for "
+                        f"{counted(plan.found.num_too_large, 'layout')}")
+    yield from (("Refused", reason) for reason in plan.found.refusals[:2])
+    if plan.present_problems:
+        yield "Now", f"the present layout is not legal: {'; '.join(plan.present_problems)}"
+
+
+def _advice(plan: _LayoutPlan, best: Planned) -> str:
+    seconds = f"layout 1: {best.step.seconds:.3g} s per step"
+    if plan.present is None:
+        return seconds
+    if plan.max_bytes is not None and plan.present.peak_bytes > plan.max_bytes:
+        return f"{seconds}; the present layout does not fit; --write DIR writes layout 1"
+    gain = plan.present.step.seconds / best.step.seconds
+    if gain < _MIN_SPEEDUP:
+        return f"keep the present layout: no layout that was found is more than {_MIN_SPEEDUP - 1:.0%} faster"
+    return (f"{seconds} instead of {plan.present.step.seconds:.3g} s, {gain:.2f} times as fast; --write DIR writes it")
+
+
+def _row(name: str, one: Planned, plan: _LayoutPlan) -> tuple[str, ...]:
+    choice, step, (low, high) = one.choice, one.step, one.step.interval
+    peak = None if plan.device is None else plan.device.peak_flops
+    mfu = "" if peak is None else f"{one.predictor.flops(one.workload) / step.seconds / one.run.world_size / peak:.1%}"
+    tokens = one.workload.mean("num_tokens") / step.seconds / one.run.world_size
+    num_together = one.run.model.encoder_batch_size
+    encoder = choice.encoder + (f" x {num_together}" if num_together > 1 else "")
+    return (name, *map(str, (choice.tp_size, choice.cp_size, choice.num_stages, choice.num_chunks, one.run.dp_size,
+                             choice.micro_batch_size, choice.sampler, encoder, choice.recompute)),
+            f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
+            f"{one.peak_bytes / 2**30:.1f}")

@@ -1,0 +1,1 @@
+"""The optimizer of a stage and one update of its weights."""

@@ -1,0 +1,162 @@
+"""Training checkpoints on disk: atomic even if the process is killed, deleted only by their own run, cleaned up."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm.checkpoint import saved_steps
+from mm.checkpoint import training_files as writer
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.pipelined_write import Values
+from mm.checkpoint.source import holds_nothing
+from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor, TrainingDirectory
+from mm.errors import UserError
+from tests.killed import run_killed
+from tests.mm_convert.models import SmallModel
+
+NOBODY = 65534
+
+
+def manifest(iteration: int, pieces: list[CheckpointTensor], run_id: str | None) -> CheckpointManifest:
+    return CheckpointManifest(iteration, 0, 1, 1, 1, SmallModel(2).model, None, {}, tuple(pieces), run_id=run_id)
+
+
+def write_small(directory: Path, iteration: int, value: float = 0.0, run_id: str | None = None) -> None:
+    """Save a checkpoint of two small files."""
+    temporary = writer.begin(directory, iteration, 100)
+    pieces = []
+    for name in ("a", "b"):
+        tensor = torch.full((3,), value)
+        piece = CheckpointTensor.of(tensor.dtype, tensor.shape, f"{name}.safetensors", name, "random")
+        pieces += writer.write_pieces(temporary, piece.stored.file, [(piece, Values(tensor))])
+    writer.commit(temporary, manifest(iteration, pieces, run_id))
+
+
+def small_value(directory: Path) -> tuple[str, float]:
+    stored = TrainingDirectory.open(directory)
+    values = {float(value) for name in ("a", "b") for value in stored.read_random(name)}
+    assert len(values) == 1
+    return stored.path.name, values.pop()
+
+
+@pytest.mark.parametrize("iteration", [10, 20], ids=["over-the-same-iteration", "next-iteration"])
+def test_a_save_killed_at_any_point_leaves_a_complete_checkpoint(iteration: int, tmp_path: Path) -> None:
+    outcomes, point = [], 0
+    was_killed = True
+    while was_killed:
+        point += 1
+        directory = tmp_path / str(point)
+        write_small(directory, 10, 1.0)
+        was_killed = run_killed(lambda at=directory: write_small(at, iteration, 2.0), after=point)
+        outcomes.append(small_value(directory)[1])
+        write_small(directory, iteration, 3.0)  # leftovers do not disturb the next save
+        assert small_value(directory) == (saved_steps.iteration_name(iteration), 3.0)
+    assert point > 15
+    assert outcomes == sorted(outcomes) and set(outcomes) == {1.0, 2.0}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_run_deletes_only_its_own_checkpoints(tmp_path: Path) -> None:
+    for iteration, run_id in ((1, "mine"), (2, "other"), (3, "mine"), (4, None), (5, "mine"), (6, "mine")):
+        write_small(tmp_path, iteration, run_id=run_id)
+    (tmp_path / "iter_0000002" / MANIFEST_FILE).write_text("{")
+    assert saved_steps.run_ids(tmp_path) == {
+        1: "mine", 2: saved_steps.UNREADABLE, 3: "mine", 4: None, 5: "mine", 6: "mine"}
+    assert writer.purge(tmp_path, 5, writer.Retention(1), "mine") == []
+    assert list(saved_steps.run_ids(tmp_path)) == [2, 4, 5, 6]
+
+
+def test_checkpoints_of_the_interval_are_never_deleted() -> None:
+    earlier = [10, 15, 20, 25, 30, 35]
+    assert writer.Retention(1, 20).doomed(earlier) == [10, 15, 25, 30, 35]
+    assert writer.Retention(3, 20).doomed(earlier) == [10, 15, 25]  # 30, 35 and the new one are the last three
+    assert writer.Retention(None, 20).doomed(earlier) == writer.Retention(1, 20).doomed(earlier)
+    assert writer.Retention(2).doomed(earlier) == [10, 15, 20, 25, 30]
+    assert writer.Retention(9, 20).doomed(earlier) == writer.Retention().doomed(earlier) == []
+
+
+def test_leftovers_of_killed_saves_are_deleted_except_the_only_copy(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        write_small(tmp_path, iteration)
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.old-ab12")  # killed before the new one was in place
+    shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000020.old-cd34")
+    shutil.copytree(tmp_path / "iter_0000020", tmp_path / "iter_0000025.dying")  # of an earlier version
+    for name in ("iter_0000010.old-cd56", "iter_0000020.dying", "iter_0000020.tmp-ef56", "iter_0000030.tmp-78ab",
+                 "best", "my.tmp-78ab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{saved_steps.LATEST_FILE}.tmp-12ab").touch()
+    notes = writer.tidy(tmp_path)
+    stay = ["iter_0000010.old-ab12", "iter_0000025.dying"]
+    deleted = ["iter_0000010.old-cd56", "iter_0000020.dying", "iter_0000020.old-cd34", "iter_0000020.tmp-ef56",
+               "iter_0000030.tmp-78ab", f"{saved_steps.LATEST_FILE}.tmp-12ab"]
+    assert {note.split(" ")[0].removeprefix(f"{tmp_path}/"): note.endswith("has been deleted") for note in notes} == {
+        **dict.fromkeys(stay, False), **dict.fromkeys(deleted, True)}
+    assert names(tmp_path) == sorted(["best", *stay, "iter_0000020", saved_steps.LATEST_FILE, "my.tmp-78ab"])
+    assert len(writer.tidy(tmp_path)) == len(stay) and writer.tidy(tmp_path / "none") == []
+
+
+def test_incomplete_directories_count_as_nothing(tmp_path: Path) -> None:
+    """Also those of earlier versions, which saved iter_*.dying when a run failed: a command that begins and continues a
+    run begins it."""
+    for name in ("iter_0000002.dying", "iter_0000002.old-ab12", "iter_0000003.tmp-cd34", "iter_0000004"):
+        (tmp_path / name).mkdir()
+    assert holds_nothing(tmp_path) and saved_steps.newest_checkpoint(tmp_path) is None
+    write_small(tmp_path, 1, 1.0)
+    (tmp_path / "iter_0000001").rename(tmp_path / "iter_0000005.dying")
+    (tmp_path / saved_steps.LATEST_FILE).unlink()
+    assert holds_nothing(tmp_path) and saved_steps.newest_checkpoint(tmp_path) is None
+    write_small(tmp_path, 1, 2.0)
+    assert not holds_nothing(tmp_path) and saved_steps.newest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
+    folder, notes = saved_steps.find_checkpoint(tmp_path)
+    assert folder == tmp_path / "iter_0000001"
+    assert [note.split(" ")[0].removeprefix(f"{tmp_path}/") for note in notes] == [
+        "iter_0000002.dying", "iter_0000002.old-ab12", "iter_0000003.tmp-cd34", "iter_0000004", "iter_0000005.dying"]
+    assert all(" is left over from an interrupted save and is not used; " in note for note in notes)
+
+
+def test_advice_about_damage_names_the_newest_older_checkpoint(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        write_small(tmp_path, iteration)
+    advice = saved_steps.instead_of(tmp_path / "iter_0000030")
+    assert f"`echo 20 > {tmp_path}/{saved_steps.LATEST_FILE}`" in advice and f"--load {tmp_path}/iter_0000020" in advice
+    assert saved_steps.instead_of(tmp_path / "iter_0000010") == (
+        f"use another checkpoint: {tmp_path} has no older one")
+
+
+def test_without_latest_the_newest_complete_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:
+    write_small(tmp_path, 10, 1.0)
+    write_small(tmp_path, 20, 2.0)
+    (tmp_path / saved_steps.LATEST_FILE).unlink()
+    folder, (note,) = saved_steps.find_checkpoint(tmp_path)
+    assert folder.name == "iter_0000020" and "newest complete checkpoint is iteration 20" in note
+    (tmp_path / saved_steps.LATEST_FILE).write_text("10\n")
+    assert saved_steps.find_checkpoint(tmp_path) == (tmp_path / "iter_0000010", ())
+    (tmp_path / saved_steps.LATEST_FILE).write_text("ten")
+    with pytest.raises(UserError, match="expected the number of an iteration"):
+        saved_steps.find_checkpoint(tmp_path)
+
+
+def test_a_save_that_does_not_fit_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs 1,000,000,000,000,000,000 bytes"):
+        writer.begin(tmp_path / "new", 1, 10**18)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_modes_of_files_and_directories(tmp_path: Path) -> None:
+    write_small(tmp_path / "new", 10, 1.0)
+    folder = tmp_path / "new" / "iter_0000010"
+    allowed = 0o777 & ~current_umask()
+    assert folder.stat().st_mode & 0o777 == 0o750 & allowed
+    assert all(path.stat().st_mode & 0o777 == 0o640 & allowed for path in folder.iterdir())
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,154 @@
+import time
+from dataclasses import replace
+from itertools import chain
+
+import psutil
+import pytest
+import torch
+
+from mm.batch import Microbatch
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset
+from mm.data.loader.loader import StepLoader
+from mm.data.sampler.sample_stream import shuffled
+from mm.errors import UserError
+from tests.data.loader.deadly import Crashing, Refusing
+from tests.data.oracle import photo, plain_order
+
+
+@pytest.fixture
+def make_loader(write_dataset, model_config):
+    """Builds loaders with defaults, and closes them."""
+    loaders, usual = [], write_dataset()
+
+    def make(records=None, **changes):
+        data = usual if records is None else write_dataset(records)
+        values = {
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "dp_rank": 0,
+            "dp_size": 2,
+            "seed": 5,
+            "shuffle": True,
+        }
+        encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
+        skips_bad = changes.pop("skips_bad", False)
+        num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
+        steps = plain_order(len(dataset), **{**values, **changes}).steps()
+        loaders.append(StepLoader(dataset, encoder, steps, num_workers, skips_bad=skips_bad))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
+
+
+def take(loader, num_steps):
+    return [next(loader).microbatches for _ in range(num_steps)]
+
+
+def assert_same(found, expected):
+    assert [len(step) for step in found] == [len(step) for step in expected]
+    pairs = zip(chain(*found), chain(*expected), strict=True)
+    for one, other in pairs:
+        for name in ("token_ids", "labels", "positions"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert one.segment_lengths == other.segment_lengths
+        assert one.image_grids == other.image_grids
+        assert (one.pixel_values is None) == (other.pixel_values is None)
+        assert one.pixel_values is None or torch.equal(one.pixel_values, other.pixel_values)
+
+
+def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_config):
+    data = write_dataset()
+    dataset, encoder = Dataset(data), SampleEncoder.from_config(data, model_config, 4096)
+    stream = shuffled(len(dataset), 5).samples(0, 24).tolist()
+    for dp_rank in range(2):
+        steps = take(make_loader(dp_rank=dp_rank), 3)
+        expected = []
+        for step in range(3):
+            starts = [step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)]
+            pairs = [[stream[start + i] for i in range(2)] for start in starts]
+            expected.append([Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in pairs])
+        assert_same(steps, expected)
+        in_batch = [one.samples for step in steps for one in step]
+        by_length = [encoder.encode(dataset[index]).num_tokens for samples in in_batch for index in samples]
+        assert by_length == [length for step in steps for one in step for length in one.segment_lengths]
+        assert [sorted(samples) for samples in in_batch] == [
+            sorted(stream[step * 8 + microbatch * 4 + dp_rank * 2 + i] for i in range(2))
+            for step in range(3) for microbatch in range(2)]
+
+
+def test_resume_continues_where_the_run_stopped(make_loader):
+    loader = make_loader()
+    before = take(loader, 2)
+    after = take(loader, 2)
+    assert_same(take(make_loader(consumed_samples=16), 2), after)
+    assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
+
+
+def assert_end(pids):
+    deadline = time.monotonic() + 20
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
+    random_state = torch.get_rng_state()
+    loader = make_loader(num_workers=2)
+    next(loader)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    pids = [worker.process.pid for worker in loader._microbatches._workers._workers]
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    loader.close()
+    assert_end(pids)
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_a_deadly_file_costs_its_samples_and_no_step_changes(make_loader, write_dataset, model_config):
+    """The order, and all other samples, are those of a run whose decoder only refuses the file; also after resuming."""
+    good = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+
+    def taken(kind, num_workers, num_steps, consumed_samples=0):
+        encoder = replace(good, images=kind(**vars(good.images)))
+        loader = make_loader(encoder=encoder, num_workers=num_workers, skips_bad=True,
+                             consumed_samples=consumed_samples)
+        steps = [next(loader) for _ in range(num_steps)]
+        return [one.microbatches for one in steps], [bad for one in steps for bad in one.bad]
+
+    expected, refused = taken(Refusing, 0, 4)
+    assert len(refused) > 1 and len({bad.index for bad in refused}) < len(refused), "over several epochs"
+    found, bad = taken(Crashing, 2, 4)
+    assert_same(found, expected)
+    assert [(one.index, one.path) for one in bad] == [(one.index, one.path) for one in refused]
+    assert all(one.reason.startswith(f"{one.path}: its decoder crashed (SIGSEGV)") for one in bad)
+    assert_same(taken(Crashing, 1, 2, consumed_samples=16)[0], expected[2:])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_unusable_sample_is_raised_as_a_user_error(make_loader, tmp_path, num_workers):
+    path = tmp_path / "short.png"
+    photo(300, 300).save(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    good = {"messages": [("user", "Hi"), ("assistant", "Hello")]}
+    bad = {"messages": [("user", "<image>"), ("assistant", "x")], "images": [str(path)]}
+    loader = make_loader([good] * 4 + [bad] + [good] * 3, shuffle=False, dp_size=1, global_batch_size=4,
+                         num_workers=num_workers)  # fmt: skip
+    next(loader)
+    with pytest.raises(UserError) as error:
+        next(loader)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{tmp_path}/data.json: record 4: {path}: the image is damaged")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bug_is_raised_with_the_sample(make_loader, write_dataset, model_config, num_workers):
+    encoder = SampleEncoder.from_config(write_dataset(), model_config, 4096)
+    broken = replace(encoder, images=None)
+    loader = make_loader(encoder=broken, shuffle=False, num_workers=num_workers)
+    with pytest.raises(AttributeError) as error:
+        next(loader)
+    described = str(error.value) + "".join(getattr(error.value, "__notes__", []))
+    assert "while encoding sample" in described and "data.json: record 0" in described

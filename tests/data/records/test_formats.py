@@ -1,0 +1,177 @@
+"""Records of every format become the same sample."""
+
+from pathlib import Path
+
+import pytest
+
+from mm.config.data import Attributes
+from mm.data.records.formats import read_sample
+from mm.data.records.roots import MediaRoots
+from mm.data.sample import Image, Sample, Turn, Video
+from mm.errors import UserError
+
+MINDSPEED = Attributes(messages="messages", images="images", videos="videos", role_tag="role", content_tag="content",
+                       user_tag="user", assistant_tag="assistant", system_tag="system")  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.png", "b.png", "c.mp4", "d e.mp4"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.fixture
+def read(folder):
+    def sample(record: dict, attr: Attributes = MINDSPEED) -> Sample:
+        return read_sample(record, attr, MediaRoots(str(folder)), "f:0")
+
+    return sample
+
+
+def test_every_format_gives_the_same_sample(read, folder):
+    a, b, c = (str(folder / name) for name in ("a.png", "b.png", "c.mp4"))
+    expected = (Turn("user", (Image(a), "Look at ", Video(c), " and ", Image(b), ".")), Turn("assistant", ("Yes.",)))
+    text = "<image>Look at <video> and <image>."
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+    llava = [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}]
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Look at "},
+             {"type": "video", "video": f"file://{c}"}, {"type": "text", "text": " and "},
+             {"type": "image", "image": f"file://{b}"}, {"type": "text", "text": "."}]
+    openai = [{"type": "image_url", "image_url": {"url": "a.png", "detail": "high"}}, {"text": "Look at "},
+              {"type": "video_url", "video_url": {"url": c}}, {"type": "text", "text": " and "},
+              {"type": "image_url", "image_url": b}, "."]
+    marked = [{"type": "image"}, "Look at ", {"type": "video"}, " and ", {"type": "image"}, "."]
+    media = {"images": ["a.png", "b.png"], "videos": "c.mp4"}
+    records = [
+        {"messages": messages, **media},
+        {"conversations": llava, "image": ["a.png", "b.png"], "video": "c.mp4"},
+        *({"messages": [{"role": "user", "content": content}, messages[1]]} for content in (parts, openai)),
+        {"messages": [{"role": "user", "content": marked}, messages[1]], **media},
+        {"instruction": text, "output": "Yes.", **media},
+    ]
+    for record in records:
+        for attr in (MINDSPEED, Attributes()):
+            assert read(record, attr).turns == expected, record
+
+
+def test_settings_of_one_picture_or_video(read, folder):
+    sample = read({"messages": [
+        {"role": "user", "content": [
+            {"type": "image", "image": "a.png", "min_pixels": 0, "max_pixels": 1000.0},
+            {"type": "video", "video": "c.mp4", "fps": 2, "total_pixels": 9000, "video_start": 0, "video_end": 1.5,
+             "min_frames": 4, "max_frames": 8, "max_pixels": None},
+            {"type": "video", "video": "c.mp4", "nframes": 6}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}]})
+    c = str(folder / "c.mp4")
+    assert sample.media == (Image(str(folder / "a.png"), 0, 1000), Video(
+        c, fps=2.0, total_pixels=9000, video_start=0.0, video_end=1.5, min_frames=4, max_frames=8), Video(c, nframes=6))
+    assert sample.turns[1].content == ("AB",)
+
+
+@pytest.mark.parametrize(("part", "what"), [
+    ({"type": "imag", "imag": "a.png"}, "did you mean 'image'"),
+    ({"type": "text"}, "expected a string"),
+    ({"type": "image", "image": "a.png", "max_pixel": 5}, "did you mean 'max_pixels'"),
+    ({"type": "image", "image": "a.png", "fps": 5}, "'fps', which is not a setting for images"),
+    ({"type": "image", "image": "a.png", "resized_height": 5}, "give min_pixels and max_pixels instead"),
+    ({"type": "image", "image": "a.png", "max_pixels": "5"}, "expected a whole number above 0"),
+    ({"type": "image", "image": "a.png", "max_pixels": 1.5}, "expected a whole number above 0"),
+    ({"type": "image", "image": "a.png", "min_pixels": 9, "max_pixels": 4}, "'min_pixels' = 9 above 'max_pixels' = 4"),
+    ({"type": "video", "video": "c.mp4", "fps": True}, "expected a number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": 10**400}, "expected a number above 0"),
+    ({"type": "video", "video": "c.mp4", "fps": 1, "nframes": 4}, "both 'fps' and 'nframes'"),
+    ({"type": "video", "video": "c.mp4", "video_start": 3, "video_end": 2}, "'video_start' = 3 above 'video_end' = 2"),
+    ({"type": "video", "video": ["a.png", 3]}, "expected the paths of its frames, each an image"),
+    ({"type": "video", "video": ["a.png"], "nframes": 4}, "a list of frames, which are all used; list fewer"),
+    ({"type": "video", "video": ["a.png"], "fps": 1, "sample_fps": 1}, "both 'fps' and 'sample_fps'"),
+    ({"type": "video", "video": "a.mp4", "sample_fps": 1}, "not a list of frames; give fps, the number of frames to"),
+    ({"type": "image_url", "image_url": {}}, "has no 'url'"),
+    ({"type": "image"}, "has 1 <image> in its messages but 0 images"),
+    ({"type": "video"}, "has 1 <video> in its messages but 0 videos"),
+    (3, "is 3; expected an object"),
+])
+def test_bad_parts(read, part, what):
+    with pytest.raises(UserError) as error:
+        read({"messages": [{"role": "user", "content": ["Hi ", part]}, {"role": "assistant", "content": "x"}]})
+    assert what in str(error.value)
+
+
+@pytest.mark.parametrize(("record", "what"), [
+    ({"imag": "a.png"}, "'imag', which nothing reads (did you mean 'image'?)"),
+    ({"Images": ["a.png"]}, "did you mean 'images'"),
+    ({"video_1": "c.mp4"}, "did you mean 'video'"),
+])
+def test_a_misspelt_column_of_media_is_refused(read, record, what):
+    """Otherwise the sample would be one of text alone."""
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]
+    with pytest.raises(UserError) as error:
+        read({"conversations": talk} | record)
+    assert what in str(error.value)
+    for other in ({"image_id": "a"}, {"image_dir": "d"}, {"image_width": "5"}, {"image_1": None}):
+        assert read({"conversations": talk} | other).media == ()
+
+
+def test_a_misspelt_column_of_messages_is_named(read):
+    with pytest.raises(UserError) as error:
+        read({"conversation": [], "image": "a.png"})
+    assert ("has no 'messages' (did you mean 'conversation'?); attr.messages in the data JSON must name that column, "
+            "unless it is 'messages' or 'conversations'.") in str(error.value)
+    with pytest.raises(UserError) as error:
+        read({"conversations": [{"from": "human", "valu": "Hi"}]})
+    assert "expected an object with 'from' and 'value'" in str(error.value)
+
+
+def test_only_user_turns_contain_media(read):
+    shown = [{"type": "image", "image": "a.png"}]
+    for role in ("assistant", "system"):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]
+        messages = [{"role": "system", "content": shown}, *messages] if role == "system" else [
+            messages[0], {"role": role, "content": shown}]
+        with pytest.raises(UserError, match=f"{role}. contains an image or a video"):
+            read({"messages": messages})
+
+
+def test_placeholders_in_the_texts_of_lists_are_text(read):
+    sample = read({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is <image>?"}]},
+                                {"role": "assistant", "content": "A word."}]})
+    assert sample.turns[0].content == ("What is <image>?",) and sample.media == ()
+
+
+ALPACA = Attributes(formatting="alpaca", history="history", system="system")
+
+
+def test_alpaca(read, folder):
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Hello"]], "system": "Be."}
+    assert read(record, ALPACA).turns == (
+        Turn("system", ("Be.",)), Turn("user", ("Hi",)), Turn("assistant", ("Hello",)),
+        Turn("user", ("Add.\n1 and 2",)), Turn("assistant", ("3",)))
+    assert read({"instruction": "Add.", "input": "", "output": "3"}, ALPACA).turns[0].content == ("Add.",)
+    assert read({"instruction": "Add.", "output": "3", "history": None}, ALPACA).turns[0].content == ("Add.",)
+    attr = Attributes(formatting="alpaca", prompt="q", response="a")
+    assert read({"q": "<image>", "a": "b", "images": "a.png"}, attr).media == (Image(str(folder / "a.png")),)
+
+
+@pytest.mark.parametrize(("record", "what"), [
+    ({"instruction": "a"}, "has no 'output'"),
+    ({"instructions": "a", "output": "b"}, "has no 'instruction' (did you mean 'instructions'?)"),
+    ({"instruction": "", "input": " ", "output": "b"}, "has an empty 'instruction' (user)"),
+    ({"instruction": "a", "output": ""}, "has an empty 'output' (assistant)"),
+    ({"instruction": "a", "output": None}, "'output' is null; expected a string"),
+    ({"instruction": 1, "output": "b"}, "'instruction' is 1; expected a string"),
+    ({"instruction": "a", "output": "b", "history": [["x"]]}, "expected a list of pairs"),
+    ({"instruction": "a", "output": "b", "history": [["", "y"]]}, "has an empty pair 0 of 'history' (user)"),
+    ({"instruction": "<image>", "output": "b"}, "has 1 <image> in its messages but 0 images"),
+])
+def test_bad_alpaca(read, record, what):
+    with pytest.raises(UserError) as error:
+        read(record, ALPACA)
+    assert what in str(error.value)
+
+
+def test_the_names_in_attr_take_precedence_over_the_usual_ones(read):
+    attr = Attributes(messages="messages", role_tag="from", content_tag="value", user_tag="gpt", assistant_tag="human")
+    said = [{"from": "gpt", "value": "Q"}, {"from": "human", "value": "A"}]
+    assert [turn.role for turn in read({"messages": said}, attr).turns] == ["user", "assistant"]
+    with pytest.raises(UserError, match='unknown role "user"'):
+        read({"messages": [{"from": "user", "value": "Q"}, said[1]]}, attr)

@@ -1,0 +1,182 @@
+"""Every sampler: each epoch contains each sample once, with equal global batches for all layouts and exact resume."""
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from functools import cache
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from mm.config.data import PriorityMode
+from mm.config.data import SamplerType as SamplerType
+from mm.config.run import Run, load_run
+from mm.data.lengths import Lengths
+from mm.data.sampler.bucket import BLOCK_SAMPLES, NUM_BUCKETS, bucket_stream
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.sample_stream import shuffled
+from mm.data.sampler.sampler import SAMPLERS, order_of, sampler_name
+from tests.config.test_model import changed
+from tests.tiny import our_config
+
+SEQ_LENGTH = 512
+MODEL = our_config(((4,),), ((4,),))
+PACKING = {"dataset_param.basic_parameters.packing": True}
+
+
+def sampler(name: str, **more) -> dict:
+    return {"dataloader_param.sampler_type": name} | more
+
+
+KINDS = {
+    "random": sampler("BaseRandomBatchSampler"),
+    "stateful": sampler("stateful_distributed_sampler"),
+    "sequential": sampler("SequentialSampler"),
+    "bucketing": sampler("BucketBatchSampler"),
+    "reordering": sampler("BucketBatchSampler", **{"dataloader_param.priority_mode": "data_reordering_img"}),
+    "balanced": sampler("BalancedBatchSampler"),
+    "packed": PACKING,
+    "packed, few patches": PACKING | {"dataset_param.basic_parameters.packing_max_patches": 700},
+    "packed evenly": sampler("BalancedBatchSampler") | PACKING,
+    "packed evenly, few patches": sampler("BalancedBatchSampler") | PACKING | {
+        "dataset_param.basic_parameters.packing_max_patches": 700},
+}
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Settings that select a sampler; the model is small."""
+    directory = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def make(kind: str, dp_size: int = 1, micro_batch_size: int = 2, batch: int = 24, seed: int = 5) -> Run:
+        paths = []
+        for name, changes in (("model_7b.json", {}), ("data_7b.json", KINDS[kind])):
+            paths.append(directory / name)
+            paths[-1].write_text(json.dumps(changed(name, changes)))
+        run = load_run([
+            "--mm-model", str(paths[0]), "--mm-data", str(paths[1]), "--micro-batch-size", str(micro_batch_size),
+            "--global-batch-size", str(batch), "--seq-length", str(SEQ_LENGTH), "--train-iters", "9", "--lr", "1e-5",
+            "--seed", str(seed), "--bf16", "--dry-run",
+        ], 2 * dp_size, {})  # fmt: skip
+        return dataclasses.replace(run, model=our_config(((4, 0),), ((0, 4),)))
+
+    return make
+
+
+@cache
+def lengths(num_samples: int = 100) -> Lengths:
+    """A third is text; the rest has pictures of very different sizes."""
+    rng = np.random.default_rng(num_samples)
+    sides = 2 * rng.integers(1, 11, num_samples) * (rng.random(num_samples) < 0.67)
+    patches = sides**2
+    tokens = np.minimum(SEQ_LENGTH, patches // 4 + np.clip(rng.lognormal(4, 1, num_samples), 1, 400).astype(int))
+    return Lengths(tokens, tokens // 2, (sides > 0).astype(int), patches, patches**2, patches * 16)
+
+
+def steps(run: Run, numbers, consumed: int = 0, num_samples: int = 100):
+    """What each rank takes in each of these steps."""
+    orders = [order_of(run, lengths(num_samples), rank, consumed) for rank in range(run.dp_size)]
+    return [[order.step(number) for order in orders] for number in numbers]
+
+
+def samples_in(step) -> list[int]:
+    return sorted(one for rank in step for microbatch in rank for one in microbatch)
+
+
+def test_the_table_has_a_sampler_for_every_setting_and_no_other(run_of):
+    """Packs in buckets are refused (``mm.config.data``)."""
+    data = run_of("random").data
+    found = {
+        sampler_name(dataclasses.replace(data, sampler_type=kind, priority_mode=mode, packing=packing))
+        for kind, mode, packing in itertools.product(get_args(SamplerType), get_args(PriorityMode), (False, True))
+        if not (packing and kind == "BucketBatchSampler")
+    }
+    assert found == set(SAMPLERS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_epoch_holds_each_sample_once(run_of, kind):
+    """100 samples and batches of 24: most global batches at the end of an epoch span two."""
+    found = Counter()
+    for step in steps(run_of(kind), range(25)):  # six epochs
+        found.update(samples_in(step))
+    assert found == Counter(dict.fromkeys(range(100), 6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_global_batches_are_the_same_for_every_layout(run_of, kind):
+    expected = [samples_in(step) for step in steps(run_of(kind), range(5))]
+    for dp_size, micro_batch_size in ((2, 2), (3, 4), (4, 1), (4, 3), (12, 2)):
+        run = run_of(kind, dp_size, micro_batch_size)
+        found = steps(run, range(5))
+        assert [samples_in(step) for step in found] == expected
+        assert all(rank for step in found for rank in step)
+        if not run.data.packs:
+            assert {len(one) for step in found for rank in step for one in rank} == {micro_batch_size}
+            assert {len(rank) for step in found for rank in step} == {run.num_microbatches}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumes_mid_epoch_under_another_layout(run_of, kind):
+    whole = [samples_in(step) for step in steps(run_of(kind, 4), range(6))]
+    resumed = [samples_in(step) for step in steps(run_of(kind, 2), range(3), consumed=72)]
+    assert resumed == whole[3:]
+    same = steps(run_of(kind, 4), range(3), consumed=72)
+    assert same == steps(run_of(kind, 4), range(3, 6))  # to each microbatch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_changes_the_order(run_of, kind):
+    found = {tuple(map(tuple, steps(run_of(kind, seed=seed), [0])[0][0])) for seed in (5, 6)}
+    assert len(found) == (1 if kind == "sequential" else 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bucketing", "sequential")])
+def test_the_global_batch_equals_a_plain_shuffles(run_of, kind):
+    plain = shuffled(100, 5)
+    for number, step in enumerate(steps(run_of(kind, 2), range(6))):
+        assert samples_in(step) == sorted(plain.samples(24 * number, 24).tolist())
+
+
+@pytest.mark.parametrize(("kind", "most"), [("balanced", 1.01), ("packed evenly", 1.01)])
+def test_balanced_ranks_cost_the_same(run_of, kind, most):
+    """32 samples for each of 4 ranks; plain sampling differs by more."""
+    costs, excess = SampleSizes(MODEL, lengths(1000)).all_costs(), {}
+    for one in ("random", kind):
+        found = steps(run_of(one, 4, batch=128), range(7), num_samples=1000)
+        of_ranks = [[sum(costs[pack].sum() for pack in rank) for rank in step] for step in found]
+        excess[one] = [max(ranks) / np.mean(ranks) for ranks in of_ranks]
+    assert max(excess[kind]) <= most < min(excess["random"])  # measured: 1.0019, and 1.0910 of plain
+
+
+def test_reordering_makes_costly_microbatches_coincide(run_of):
+    costs = SampleSizes(MODEL, lengths()).all_costs()
+    (step,) = steps(run_of("reordering", 4, 1), [0])
+    of_turns = np.array([[costs[one].sum() for one in rank] for rank in step]).T
+    assert (of_turns.max(axis=1)[:-1] <= of_turns.min(axis=1)[1:]).all()
+
+
+def test_buckets_follow_one_another_in_runs():
+    costs = np.random.default_rng(0).permutation(4100)
+    for epoch in range(2):
+        order = bucket_stream(costs, 7, True).samples(epoch * 4100, 4100)
+        assert sorted(order.tolist()) == list(range(4100))
+        rank = np.argsort(np.argsort(costs))[order] * NUM_BUCKETS // 4100
+        changes = np.count_nonzero(np.diff(rank))
+        assert changes < 4100 // BLOCK_SAMPLES + 4100 % BLOCK_SAMPLES + NUM_BUCKETS * BLOCK_SAMPLES // 2
+    first, second = (bucket_stream(costs, 7, True).samples(epoch * 4100, 4100) for epoch in range(2))
+    assert (first != second).any()
+
+
+def test_virtual_chunks_get_a_microbatch_for_each_stage(run_of):
+    """And a multiple of that number: otherwise a chunk would have more in flight in some steps."""
+    chunks = our_config(((2, 1), (1, 0)), ((0, 0), (2, 2)))
+    for kind in ("packed", "packed evenly"):
+        for micro_batch_size in (1, 8):  # many packs and few
+            run = dataclasses.replace(run_of(kind, 3, micro_batch_size), model=chunks)
+            counts = {len(rank) for step in steps(run, range(6)) for rank in step}
+            assert all(count % 2 == 0 for count in counts)
+            assert max(counts) == (8 if kind == "packed evenly" else 2 if micro_batch_size == 8 else 4)

@@ -1,0 +1,203 @@
+"""Errors found before any device is used: broken or foreign files, and targets that must not be written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm.checkpoint import convert
+from mm.checkpoint.convert import Options
+from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.config.generate import load_asking
+from mm.config.run import load_run
+from mm.errors import UserError
+from mm.generation.source import find
+from mm.run.sources import with_start
+from mm.train import main
+from tests.files import EXAMPLES, ROOT
+from tests.run.preflight_runs import flags, make_inputs, problems
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    return make_inputs(tmp_path)
+
+
+def test_a_good_run_has_no_problems_and_writes_only_the_index(inputs: Path):
+    before = sorted(inputs.rglob("*"))
+    assert problems(inputs, "--load", str(inputs / "hf"), "--save", str(inputs / "a/b"), "--export-hf",
+                    str(inputs / "new")) == []
+    assert sorted(path for path in inputs.rglob("*") if ".mm-index" not in path.parts) == before
+    assert len(list((inputs / ".mm-index").glob("*.rows"))) == 1
+
+
+def test_all_problems_are_reported_together(inputs: Path):
+    shutil.copytree(inputs / "hf", inputs / "cut")
+    os.truncate(inputs / "cut/model.safetensors", 1000)
+    (inputs / "full").mkdir()
+    (inputs / "full/file").write_text("mine")
+    (inputs / "hf/preprocessor_config.json").unlink()
+    (inputs / "samples.json").write_text("[{}]")
+    found = problems(inputs, "--load", str(inputs / "cut"), "--export-hf", str(inputs / "full"),
+                     "--save", str(inputs / "data.json"))
+    expected = ("model.safetensors (1000 bytes) is truncated", "has no preprocessor_config.json",
+                "--export-hf: The target", "data.json is a file; give a directory", "samples.json:1: record 0")
+    assert len(found) == len(expected)
+    for what, problem in zip(expected, found, strict=True):
+        assert what in problem
+    assert (inputs / "full/file").read_text() == "mine"
+
+
+def test_a_pattern_that_matches_no_weight_is_a_problem(inputs: Path):
+    found = problems(inputs, "--lr-scale-modules", "mlp", "visoin", "--lr-mult", "0.5", "--freeze-modules", "embd")
+    assert found[0] == "--freeze-modules has 'embd', which matches no weight name (did you mean 'embedding'?)"
+    assert found[1].startswith("--lr-scale-modules has 'visoin', which matches no weight name; names start with ")
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(("load", "more"), [
+    ((), ()),
+    (("--load", "hf"), ("--lora-rank-pattern", "q_prj=4", "--lr-scale-modules", "lora_A", "--lr-mult", "2")),
+])
+def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
+    """Consequences, that nothing is left to train and that no rank fits, are not reported."""
+    (problem,) = problems(inputs, *(str(inputs / one) if one == "hf" else one for one in load),
+                          "--lora-target-modules", "q_prj", *more)
+    assert problem == "--lora-target-modules has 'q_prj', which matches no linear layer (did you mean 'q_proj'?)"
+
+
+def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
+    kept = ("--vision-feature-cache", str(inputs / "kept"))
+    (problem,) = problems(inputs, *kept)
+    assert "--vision-feature-cache keeps the ViT's output" in problem and "vision_encoder.freeze to true" in problem
+    assert problems(inputs, *kept, "--freeze-modules", "image_encoder.encoder") == []
+    (problem,) = problems(inputs, "--vision-feature-cache", str(inputs / "data.json"), "--freeze-modules",
+                          "image_encoder.encoder")
+    assert problem.startswith("--vision-feature-cache is ") and "is a file; give a directory" in problem
+
+
+def test_an_unfinished_checkpoint_is_rejected(inputs: Path):
+    (inputs / "save/iter_0000004").mkdir(parents=True)
+    (inputs / "save/latest_checkpointed_iteration.txt").write_text("4")
+    (problem,) = problems(inputs, "--load", str(inputs / "save"))
+    assert "has no manifest.json, so it is not a complete checkpoint" in problem
+
+
+def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
+    """The checkpoint in MindSpeed-MM's layout, on two stages."""
+    layout = Layout(((5, 3),), ((0, 4),), tp_size)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Storage(format)).run(Options(num_workers=1))
+    return inputs / "mm"
+
+
+def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Path, capsys):
+    path = converted(inputs, Format.TORCH, tp_size=2)
+    files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
+    for file in files:
+        os.truncate(file, 5000)
+    capsys.readouterr()
+    assert main(flags(inputs, "--check", "--load", str(path), "--save", str(path))) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 3
+    for file, problem in zip(files, printed[:2], strict=True):
+        assert problem.startswith(f"error: {file} cannot be read by torch.load") and "truncated" in problem
+    assert printed[2].startswith(f"error: --save is {str(path)!r}, which holds weights in MindSpeed-MM's layout")
+
+
+def test_the_optimizer_state_of_a_mindspeed_checkpoint_is_not_read(inputs: Path):
+    path = converted(inputs, Format.TORCH)
+    (path / "manifest.json").unlink()
+    (path / "release").rename(path / "iter_0000100")
+    (path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert problems(inputs, "--load", str(path), "--finetune") == []
+    assert problems(inputs, "--load", str(path), "--no-load-optim") == []
+    (problem,) = problems(inputs, "--load", str(path))
+    assert "add --no-load-optim to continue from that iteration" in problem
+    assert "--finetune to start at step 0" in problem
+
+
+def test_checking_imports_no_megatron():
+    code = "import sys, mm.run.preflight; print([name for name in sys.modules if name.startswith('megatron')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_an_export_over_its_base_is_rejected(inputs: Path):
+    for target in (inputs / "hf", inputs / "hf" / ".." / "hf", inputs):
+        (problem,) = problems(inputs, "--export-hf", str(target))
+        assert problem.startswith("--export-hf: The target ") and "is or contains the base directory" in problem
+
+
+def test_missing_files_are_only_notes_in_a_dry_run(inputs: Path):
+    shutil.rmtree(inputs / "hf")
+    (inputs / "samples.json").unlink()
+    assert problems(inputs, "--dry-run", "--load", "nowhere", "--export-hf", str(inputs / "new")) == []
+    with pytest.raises(UserError):
+        problems(inputs, "--check")
+
+
+def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
+    assert main(flags(inputs, "--check")) == 0
+    assert "would stop this run" in capsys.readouterr().out
+    (inputs / "samples.json").write_text("[{}]")
+    assert main(flags(inputs, "--check")) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and "samples.json:1" in printed.err
+    if not torch.cuda.is_available():
+        assert main(flags(inputs, "--check", "--device", "cuda")) == 2
+        of_samples, of_device = capsys.readouterr().err.splitlines()
+        assert "samples.json:1" in of_samples and "--device cuda: torch finds no CUDA device" in of_device
+
+
+def test_a_script_reports_an_error_once_exits_with_status_2_and_writes_nothing(inputs: Path):
+    environment = os.environ | {
+        "PYTHON": sys.executable, "MM_MODEL": str(inputs / "model_1.json"), "MM_DATA": str(inputs / "data.json"),
+        "LOAD_PATH": str(inputs / "nowhere"), "SAVE_PATH": str(inputs / "save"), "LOG_DIR": str(inputs / "logs"),
+        "PP": "1", "LR": "fast", "MASTER_PORT": "29555",
+    }  # fmt: skip
+    done = subprocess.run(["bash", str(EXAMPLES / "finetune_qwen2_5_vl_tiny.sh")], env=environment, cwd=inputs,
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 2
+    assert "--lr is 'fast'" in done.stderr and "LOAD_PATH (--pretrained-checkpoint) is" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert not (inputs / "logs").exists() and not (inputs / "save").exists()
+
+
+def test_a_load_path_without_weights_is_named_by_its_variable(inputs: Path, monkeypatch):
+    """--load is where the run resumes; the weights are what --pretrained-checkpoint names."""
+    empty = inputs / "empty"
+    empty.mkdir()
+    more = ("--load", str(inputs / "save"), "--save", str(inputs / "save"), "--pretrained-checkpoint", str(empty))
+    with pytest.raises(UserError, match=r"^--pretrained-checkpoint .*empty is neither a Hugging Face directory"):
+        with_start(load_run(flags(inputs, *more)))
+    monkeypatch.setenv("LOAD_PATH", str(empty))
+    with pytest.raises(UserError, match=r"^LOAD_PATH \(--pretrained-checkpoint\) .*empty is neither"):
+        with_start(load_run(flags(inputs, *more)))
+    with pytest.raises(UserError, match=r"^LOAD_PATH \(--load\) .*empty is neither a Hugging Face directory"):
+        find(load_asking(["--load", str(empty), "--prompt", "?", "--model-name-or-path", str(inputs / "hf")]))
+
+
+def test_another_model_in_the_hf_directories_is_rejected(inputs: Path):
+    directory = inputs / "other"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
+    (found,) = problems(inputs, "--load", str(directory))
+    assert found.startswith("--load: ") and "text_decoder.hidden_size  128  |  2048" in found
+    data = json.loads((inputs / "data.json").read_text())
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory)
+    (inputs / "data.json").write_text(json.dumps(data))
+    (found,) = problems(inputs)
+    named_by = f"{inputs / 'data.json'}: model_name_or_path"
+    assert found.startswith(f"{named_by}: ") and "text_decoder.hidden_size  128  |  2048" in found
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_act": "gelu"}))
+    (found,) = problems(inputs, "--load", str(directory))
+    assert found.startswith(f"{named_by} and --load: {directory / 'config.json'}: hidden_act is 'gelu'; expected ")
