@@ -32,16 +32,14 @@ import torch
 
 from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model
 from mm.checkpoint import convert
-from mm.checkpoint.atomic import sync
 from mm.checkpoint.convert import Options
 from mm.checkpoint.hf_config import model_from_hf
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.safetensors import safetensors_file
-from mm.families.qwen2_5_vl.config_json import published_config
-from mm.weights.placed import stage_weights
-from mm.weights.read_assignment import readers
-from mm.weights.shard import memory_shape
-from mm.weights.table import local_shape, model_weights
+from mm.checkpoint.saved_steps import sync
+from mm.families.qwen2_5_vl import published_config
+from mm.weights.shard import memory_shape, readers
+from mm.weights.table import local_shape, model_weights, stage_weights
 from tests.files import table
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}

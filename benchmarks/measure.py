@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from mm.config.args import Arguments, parse
-from mm.config.choices import DeviceName
+from mm.config.args import Arguments, DeviceName, parse
 from mm.config.model import ModelConfig, read_model
 from mm.process import free_port
 from tests.files import EXAMPLES

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import versions
-from mm.device.platforms import peak_flops
+from mm.device.device import peak_flops
 
 OURS, PEER = "ours", "transformers"
 LOSS, NORM = "loss_error", "grad_norm_error"

@@ -22,11 +22,11 @@ from transformers.monkey_patching import apply_patches, clear_patch_mapping
 from benchmarks.measure import shipped_model
 from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
 from mm.config import args as arguments
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig
 from mm.data.loader.broadcast import deal_images
 from mm.device.device import Device
-from mm.families.qwen2_5_vl.config_json import KEYS
+from mm.families.qwen2_5_vl import KEYS
 from mm.model.load import set_weight
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel

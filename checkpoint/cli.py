@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.progress import loading
+    from mm.console import loading
 
     _refuse_others(words)
     line, rest = COMMANDS.find(words)

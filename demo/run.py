@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from demo import digits, evaluate, even_odd, figures, golden, tiny_checkpoint
 from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
-from mm.device.platforms import PLATFORMS
+from mm.device.device import PLATFORMS
 from mm.errors import UserError
 from mm.run.watch.metrics import step_rows
 

@@ -1,12 +1,27 @@
 """What the commands have in common on a console: shell completion, and what is a flag.
 
 A completion script holds the flags and their values as they were when it was written, so TAB starts no Python.
+
+Progress of long work: a bar on a terminal, otherwise a line after ten seconds and then every half minute.
+
+The lines in a job's log show that it is alive, and how long it will take.
 """
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from mm.environment import without_collection
+from mm.errors import printable
 
 STATUSES = ("Exit status: 0 = done; 1 = failed (mm-convert diff: different; mm-doctor: a fault); 2 = the command line, "
             "a file or the machine does not fit; 130, 138, 143 = ended by Ctrl-C, SIGUSR1, SIGTERM.  docs/install.md "
@@ -104,3 +119,152 @@ def whole_number(text: str) -> int | None:
 def is_flag(word: str) -> bool:
     """Whether a word of a command line is a flag, not a value such as -, -1e-3, -.5, -inf or the -1, of a list."""
     return word.startswith("-") and word != "-" and not NEGATIVE.match(word)
+
+
+Item = TypeVar("Item")
+
+FIRST_SECONDS = 10.0
+"""Seconds before the first line without a terminal; shorter work prints none, as nobody waits in front of a log."""
+EVERY_SECONDS = 30.0
+"""Seconds between two lines."""
+_DELAY_SECONDS = 2.0
+"""Seconds before a bar appears."""
+_BEAT_SECONDS = 1.0
+"""Seconds between two displays of the time that ``ongoing`` work has taken, on a terminal."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Progress:
+    """Context that shows the progress of ``total`` parts of work, of which ``done`` are already done.
+
+    Any thread may call ``update``.
+    """
+
+    def __init__(
+        self, what: str, total: int | None = None, unit: str = "", done: int = 0, is_shown: bool = True
+    ) -> None:
+        """``unit``: "B" for bytes, else what is counted, such as "records".  ``total`` is None if unknown.
+
+        ``is_shown`` is False on ranks that show nothing, because another rank does.
+        """
+        self._what, self._total, self._unit, self._done = printable(what), total, unit, done
+        self._done_before = done
+        self._lock, self._is_bytes = Lock(), unit == "B"
+        has_terminal = sys.stderr.isatty()
+        self._prints = is_shown and not has_terminal
+        self._began = time.monotonic()
+        self._next_print = self._began + FIRST_SECONDS
+        self._has_printed = False
+        self._bar = tqdm(total=total, initial=done, desc=self._what, unit="B" if self._is_bytes else f" {unit}",
+                         unit_scale=self._is_bytes, unit_divisor=1024, delay=_DELAY_SECONDS,
+                         disable=not (is_shown and has_terminal))
+
+    @property
+    def done(self) -> int:
+        """How many parts are done."""
+        return self._done
+
+    def update(self, count: int = 1) -> None:
+        """Count ``count`` more parts as done."""
+        with self._lock:
+            self._done += count
+            self._bar.update(count)
+            now = time.monotonic()
+            if self._prints and now >= self._next_print:
+                self._next_print, self._has_printed = now + EVERY_SECONDS, True
+                self._print(now, self._left(now))
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``items``; each counts as done when the next one is requested."""
+        with self:
+            for item in items:
+                yield item
+                self.update()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(is_whole=error is None)
+
+    def close(self, is_whole: bool = True) -> None:
+        """Remove the bar, or print a last line if any was printed and the work ``is_whole``, not interrupted."""
+        self._bar.close()
+        if self._has_printed and is_whole:
+            self._print(time.monotonic(), " in all")
+
+    def _print(self, now: float, more: str = "") -> None:
+        of_total = f" of {self._counted(self._total)} ({self._done / self._total:.0%})" if self._total else ""
+        sys.stderr.write(f"{self._what}: {self._counted(self._done)}{of_total}{'' if self._is_bytes else ' '}"
+                         f"{'' if self._is_bytes else self._unit}, {duration(now - self._began)}{more}\n")
+        sys.stderr.flush()
+
+    def _left(self, now: float) -> str:
+        """The time that the rest will take if it goes on like the parts that this process has done."""
+        num_done = self._done - self._done_before
+        if self._total is None or num_done <= 0 or self._done >= self._total:
+            return ""
+        return f", about {duration((now - self._began) * (self._total - self._done) / num_done)} left"
+
+    def _counted(self, number: int) -> str:
+        if not self._is_bytes:
+            return f"{number:,}"
+        power = min(max(number.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+        return f"{number / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
+
+
+@contextmanager
+def ongoing(what: str, is_shown: bool = True, usual_seconds: float | None = None) -> Iterator[None]:
+    """Show that work without countable parts goes on, and for how long, until the body ends.
+
+    ``usual_seconds``: what the same work took before, if known.  The body must not show a ``Progress`` of its own.
+    """
+    if not is_shown:
+        yield
+        return
+    ended = Event()
+    shows = _show_seconds if sys.stderr.isatty() else _print_seconds
+    usual = "" if usual_seconds is None else f" of about {duration(usual_seconds)}"
+    thread = Thread(target=shows, args=(printable(what), usual, ended), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def loading(is_shown: bool = True, what: str = "loading the libraries") -> Iterator[None]:
+    """``ongoing`` for a body that imports modules, which is faster here (``without_collection``)."""
+    with without_collection(), ongoing(what, is_shown):
+        yield
+
+
+def _show_seconds(what: str, usual: str, ended: Event) -> None:
+    if ended.wait(_DELAY_SECONDS):
+        return
+    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False) as bar:
+        bar.start_t -= _DELAY_SECONDS
+        while not ended.wait(_BEAT_SECONDS):
+            bar.refresh()
+
+
+def _print_seconds(what: str, usual: str, ended: Event) -> None:
+    began, seconds = time.monotonic(), FIRST_SECONDS
+    while not ended.wait(seconds):
+        seconds = EVERY_SECONDS
+        sys.stderr.write(f"{what}: {duration(time.monotonic() - began)}{usual or ' so far'}\n")
+        sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Words for a time: "45 s", "12 min", "2 h 13 min", "3 days 4 h"."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if round(seconds) < 120:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24:,} days {hours % 24} h"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
+from mm.console import ongoing
 from mm.process import end_with_launcher, run_command, status_of
-from mm.progress import ongoing
 
 if TYPE_CHECKING:
     from mm.generation.session import Session
@@ -36,7 +36,7 @@ def _run(words: Sequence[str]) -> int:
 
 def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.opened import opened
+    from mm.generation.session import opened
 
     read: list[Items] = []  # on rank 0; the other ranks have no use for the questions
 
@@ -77,10 +77,16 @@ def _settings(evaluating: Evaluating, session: "Session") -> dict[str, Any]:
 
 def _finish(evaluating: Evaluating, items: "Items", settings: dict[str, Any]) -> None:
     """Write scores, page and files, and print the scores."""
-    from mm.scoring.page import report, results_page
-    from mm.scoring.peer_files import write_peer_files
     from mm.scoring.questions import title_of
-    from mm.scoring.results import ANSWERS, read_answers, write_results, write_text
+    from mm.scoring.results import (
+        ANSWERS,
+        read_answers,
+        report,
+        results_page,
+        write_peer_files,
+        write_results,
+        write_text,
+    )
 
     folder = Path(evaluating.output)
     found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))

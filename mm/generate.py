@@ -26,7 +26,7 @@ def _run(words: Sequence[str]) -> int:
 
 def answer(asking: Asking[GenerateArguments]) -> int:
     """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.opened import opened
+    from mm.generation.session import opened
 
     args = asking.args
     with opened(asking) as (session, phase):

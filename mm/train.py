@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mm.config.args import TRAIN
-from mm.config.notes import notes_at_start, sorted_notes
-from mm.config.phases import phase_seconds
-from mm.config.rank_agreement import shared_settings
-from mm.config.run import Run, load_run
+from mm.config.args import TRAIN, phase_seconds
+from mm.config.run import Run, load_run, shared_settings
+from mm.console import loading, ongoing
 from mm.environment import Launched, software
-from mm.errors import collected, printable, refuse
+from mm.errors import collected, notes_at_start, printable, refuse, sorted_notes
 from mm.lock import Claim
 from mm.process import (
     StopSignals,
@@ -27,7 +25,6 @@ from mm.process import (
     run_command,
     status_of,
 )
-from mm.progress import loading, ongoing
 
 if TYPE_CHECKING:
     from mm.run.sources import Checked
@@ -83,7 +80,7 @@ def check_files(run: Run, claim: Claim) -> "Checked":
     other ranks that read data open later; a node that cannot see it builds its own.
     """
     with loading():
-        from mm.device.platforms import absent_device
+        from mm.device.device import absent_device
         from mm.run.preflight import check
         from mm.run.sources import with_start
         from mm.weights.trained import freeze_notes
@@ -133,8 +130,7 @@ def train(run: Run, signals: StopSignals) -> int:
         with watchdog.phase("check"):
             checked = check_files(run, claim) if is_first_rank() else None
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
-            from mm.device.device import Device
-            from mm.device.platforms import peak_notes
+            from mm.device.device import Device, peak_notes
 
             device = Device.pick(run.args.device, run.args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))

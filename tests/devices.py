@@ -1,9 +1,9 @@
 """Platforms by name, for tests of several."""
 
 from mm.device.compiled import compiled
+from mm.device.device import PLATFORMS
 from mm.device.kernels import Fuse, Kernels
 from mm.device.platform import Platform
-from mm.device.platforms import PLATFORMS
 
 
 def platform_of(name: str) -> Platform:

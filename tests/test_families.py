@@ -17,7 +17,7 @@ MOST_FILES = 6
 SECTION = re.search(r"^## What another family would touch$(.*?)(?=^## )",
                     (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 LISTED = re.findall(r"^- `([^`]+)`: ", SECTION[1], flags=re.MULTILINE) if SECTION else []
-FOLDERS = sorted(set(re.findall(r"`(mm/\w+/qwen2_5_vl/)`", SECTION[1]))) if SECTION else []
+FOLDERS = sorted(set(re.findall(r"`(mm/\w+/qwen2_5_vl(?:/|\.py))`", SECTION[1]))) if SECTION else []
 OTHER_PROJECTS = re.compile(r"qwen-vl-utils|Qwen[23]-VL\b")
 """A library, and other models: one for which VLMEvalKit has prompts, and those that messages call unsupported."""
 OUR_OWN_NAME = "qwen2_5_vl-3d"

@@ -15,18 +15,18 @@ PACKAGES = ("mm", "checkpoint", "demo")
 MAX_FUNCTION_LINES = 60
 
 FLOORS = {
-    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.console": 0, "mm.environment": 0,
-    "mm.progress": 1, "mm.report": 1, "mm.process": 1,
-    "mm.config": 1, "mm.device": 1,
-    "mm.batch": 2, "mm.weights": 2, "mm.lock": 2,
-    "mm.parallel": 3, "mm.checkpoint": 3,
-    "mm.model": 4, "mm.timeline": 4,
-    "mm.data": 5,
-    "mm.data_tool": 6, "mm.cost": 6, "mm.generation": 6, "mm.scoring": 6, "mm.page": 6,
-    "mm.run": 7,
-    "mm.launch": 8, "mm.plan": 8, "mm.generate": 8, "mm.evaluate": 8, "checkpoint": 8,
-    "mm.train": 9, "mm.doctor": 9,
-    "demo": 10,
+    "mm.errors": 0, "mm.families": 0, "mm.files": 0, "mm.placement": 0, "mm.environment": 0,
+    "mm.console": 1, "mm.report": 1, "mm.process": 1,
+    "mm.config": 2, "mm.device": 2, "mm.lock": 2,
+    "mm.batch": 3, "mm.weights": 3,
+    "mm.parallel": 4, "mm.checkpoint": 4,
+    "mm.model": 5, "mm.timeline": 5,
+    "mm.data": 6,
+    "mm.data_tool": 7, "mm.cost": 7, "mm.generation": 7, "mm.scoring": 7, "mm.page": 7,
+    "mm.run": 8,
+    "mm.launch": 9, "mm.plan": 9, "mm.generate": 9, "mm.evaluate": 9, "checkpoint": 9,
+    "mm.train": 10, "mm.doctor": 10,
+    "demo": 11,
 }  # fmt: skip
 """Folders, and files beside them, with their floors.  Each imports only itself and lower floors: two of one floor are
 neighbours that do not see each other."""
@@ -34,28 +34,28 @@ neighbours that do not see each other."""
 ROOMS = {
     "mm.parallel": {
         "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0, "mm.parallel.row_shards": 0,
-        "mm.parallel.simulation": 1, "mm.parallel.mesh": 1,
+        "mm.parallel.mesh": 1,
         "mm.parallel.agreement": 2, "mm.parallel.megatron": 2,
         "mm.parallel.zero": 3,
         "mm.parallel.pipeline": 4,
         "mm.parallel.health": 5,
     },
     "mm.data": {
-        "mm.data.sample": 0, "mm.data.lengths": 0, "mm.data.workers": 0, "mm.data.fork_server": 0,
+        "mm.data.sample": 0, "mm.data.workers": 0, "mm.data.fork_server": 0,
         "mm.data.media": 1, "mm.data.records": 1, "mm.data.sampler": 1,
         "mm.data.encode": 2,
         "mm.data.index": 3,
         "mm.data.loader": 4,
     },
     "mm.run": {
-        "mm.run.schedule": 0, "mm.run.stopping": 0, "mm.run.resources": 0,
+        "mm.run.schedule": 0, "mm.run.resources": 0,
         "mm.run.progress": 1, "mm.run.sources": 1,
         "mm.run.optim": 2,
         "mm.run.step": 3,
         "mm.run.checkpoint": 4,
         "mm.run.watch": 5,
-        "mm.run.feed": 6, "mm.run.validation": 6, "mm.run.start": 6, "mm.run.preflight": 6,
-        "mm.run.questions": 7,
+        "mm.run.feed": 6, "mm.run.start": 6, "mm.run.preflight": 6,
+        "mm.run.validation": 7,
         "mm.run.loop": 8,
     },
 }  # fmt: skip
@@ -63,7 +63,7 @@ ROOMS = {
 nothing."""
 
 WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.checkpoint",
-                     "checkpoint", "mm.model.qwen2_5_vl.rope", "mm.model.qwen2_5_vl.positions", "mm.data.sampler",
+                     "checkpoint", "mm.model.qwen2_5_vl.positions", "mm.model.qwen2_5_vl.positions", "mm.data.sampler",
                      "mm.data.records")
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
@@ -76,13 +76,13 @@ FILES = {"mm.checkpoint", "checkpoint"}
 """What reads and writes weights, from the formats up to ``mm-convert``."""
 
 FILES_MAY_IMPORT = FILES | {"mm.errors", "mm.families", "mm.files", "mm.placement", "mm.console", "mm.environment",
-                            "mm.process", "mm.progress", "mm.config", "mm.weights"}
+                            "mm.process", "mm.config", "mm.weights"}
 """The other rooms below are about devices and batches, which files know nothing of."""
 
 KNOW_A_DEVICE = {"mm.device.cpu", "mm.device.cuda", "mm.device.npu"}
 """All others ask the ``Platform`` that one of these files fills in."""
 
-MAY_LIST_DEVICES = {"mm.config.choices"}
+MAY_LIST_DEVICES = {"mm.config.args"}
 """The choices of --device."""
 
 MAY_PATCH = {"mm.device.shims"}

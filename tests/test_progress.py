@@ -11,19 +11,19 @@ import time
 
 import pytest
 
-from mm import progress
-from mm.progress import Progress, duration, ongoing
+from mm import console
+from mm.console import Progress, duration, ongoing
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that advances one second per call."""
     seconds = iter(range(1_000))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(seconds)))
 
 
 def test_long_work_prints_lines(clock, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 10.0)
+    monkeypatch.setattr(console, "EVERY_SECONDS", 10.0)
     assert list(Progress("checking \x1b a.json", 25, "records").each(range(25))) == list(range(25))
     out, err = capsys.readouterr()
     assert out == ""
@@ -34,7 +34,7 @@ def test_long_work_prints_lines(clock, monkeypatch, capsys) -> None:
 
 def test_bytes_and_an_unknown_total(clock, monkeypatch, capsys) -> None:
     """The time left counts only what this process has done: 1 of 3 GiB were there before."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1.0)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 1.0)
     with Progress("writing", 3 << 30, "B", done=1 << 30) as work:
         work.update(1 << 29)
     with Progress("reading", unit="records") as work:
@@ -46,21 +46,21 @@ def test_bytes_and_an_unknown_total(clock, monkeypatch, capsys) -> None:
 
 def test_short_work_and_other_ranks_print_nothing(clock, monkeypatch, capsys) -> None:
     list(Progress("short", 9, "records").each(range(9)))
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1.0)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 1.0)
     list(Progress("another rank's", 20, "records", is_shown=False).each(range(20)))
     assert capsys.readouterr() == ("", "")
 
 
 def test_nothing_is_left_after_a_resumed_part_that_was_all_done_before(clock, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1.0)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 1.0)
     with Progress("answering", 5, "answers", done=5) as work:
         work.update(0)
     assert capsys.readouterr().err.splitlines()[0] == "answering: 5 of 5 (100%) answers, 1 s"
 
 
 def test_work_without_parts_prints_lines_until_it_ends(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(console, "EVERY_SECONDS", 0.1)
     with ongoing("waiting \x1b"):
         assert len(threads()) == 1
         time.sleep(1.0)
@@ -72,8 +72,8 @@ def test_work_without_parts_prints_lines_until_it_ends(monkeypatch, capsys) -> N
 
 
 def test_an_error_ends_the_lines_too(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 60.0)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(console, "EVERY_SECONDS", 60.0)
     with pytest.raises(KeyboardInterrupt), ongoing("saving", usual_seconds=4000.0):  # it must not wait for a minute
         _wait_for(lambda: capsys.readouterr().err == "saving: 0 s of about 67 min\n")
         raise KeyboardInterrupt
@@ -83,7 +83,7 @@ def test_an_error_ends_the_lines_too(monkeypatch, capsys) -> None:
 def test_short_work_without_parts_and_other_ranks_print_nothing(monkeypatch, capsys) -> None:
     with ongoing("short"):
         pass
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(console, "FIRST_SECONDS", 0.0)
     with ongoing("another rank's", is_shown=False):
         assert not threads()
         time.sleep(0.1)

@@ -20,13 +20,12 @@ from benchmarks.measure import command, report, shipped_model, versions
 from mm.config.model import ModelConfig
 from mm.cost.costs import BlockCosts
 from mm.cost.workload import one_stage, sample_counts
-from mm.data.lengths import Lengths
-from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.pack import Budget, fullest_packs
-from mm.data.sampler.pipeline_order import in_order, pipeline_orders
+from mm.data.sample import Lengths
+from mm.data.sampler.balance import Budget, fullest_packs
+from mm.data.sampler.cost import SampleSizes, in_order, pipeline_orders
 from mm.data.sampler.sample_stream import StepSamples, Stream
 from mm.data.sampler.sampler import SAMPLERS, BatchShares
-from mm.parallel.simulation import step_costs
+from mm.parallel.order import step_costs
 from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
 from mm.plan.lists import Lists
 from tests.files import table

@@ -35,14 +35,13 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import Checker, Reader
+from mm.data.index.index import NUMBER, Checker, Columns, Reader, RecordIndex, Rows, Store
 from mm.data.index.measure import ROW, Gauge
-from mm.data.index.store import NUMBER, Columns, RecordIndex, Rows, Store
 from mm.data.loader.loader import planned_steps
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
+from mm.data.sampler.balance import Budget
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.pack import Budget
 from mm.data.sampler.sample_stream import SampleOrder
 from mm.data.sampler.sampler import SAMPLERS, BatchShares
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.kernels.attention import LOOP, MASK
 from benchmarks.records import OURS, PEER, Results, read_records
 from benchmarks.step.floors import OPTIMIZER_BYTES_PER_PARAM
-from mm.device.platforms import known_device
+from mm.device.device import known_device
 from tests.files import ROOT, table
 from tests.workload import microbatches_of
 

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.measure import command, report, run_ranks
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.parallel.activity import Work
-from mm.parallel.simulation import SlotCost, step_cost
+from mm.parallel.order import SlotCost, step_cost
 from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16
@@ -90,7 +90,7 @@ def model_of(case: Case) -> ModelConfig:
 
 def plan_of(case: Case, model: ModelConfig) -> Any:
     from mm.batch import BatchTotals, StepPlan
-    from mm.data.sampler.pipeline_order import in_pipeline_order
+    from mm.data.sampler.cost import in_pipeline_order
     from tests.microbatches import random_microbatch
 
     spread = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75) if case.lengths == "changing" else (1.0,) * 8

@@ -22,13 +22,12 @@ from mm.config.run import Run
 from mm.cost.calibration import Calibration
 from mm.cost.predict import Predictor, StepPrediction
 from mm.cost.workload import Workload, counts_of
-from mm.data.sampler.pipeline_order import in_pipeline_order
+from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.placement import PipelineLayout
-from mm.plan.measure import ProbeSizes, measure
-from mm.plan.samples import random_microbatch
+from mm.plan.measure import ProbeSizes, measure, random_microbatch
 from mm.run.step import Setup, step
 
 NUM_MICROBATCHES, NUM_BATCHES = 8, 3

@@ -28,10 +28,9 @@ from mm.config.run import Run
 from mm.cost.by_device import ATTENTION, LAYER_SECONDS, MEMORY, PRODUCTS, calibration_by_device
 from mm.cost.predict import Predictor, StepPrediction
 from mm.cost.workload import Workload, counts_of, sample_counts
-from mm.data.lengths import Lengths
-from mm.device.device import Device
+from mm.data.sample import Lengths
+from mm.device.device import Device, known_device
 from mm.device.platform import KnownDevice
-from mm.device.platforms import known_device
 from mm.plan.distributions import WINDOW
 from tests.meta.device import Tally
 from tests.meta.step import Case, trace

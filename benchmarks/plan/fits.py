@@ -16,7 +16,7 @@ from mm.config.data import DataConfig
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.plan.memory_flags import CHANGES, cheapest_fits
+from mm.plan.dry_run import CHANGES, cheapest_fits
 
 SIZES = ("3b", "7b", "32b", "72b")
 TRAINED = ("everything", "ViT frozen", "adapters")

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.measure import command, report
 from mm.config.run import Run, load_run
 from mm.cost.by_device import calibration_by_device
-from mm.device.platforms import KNOWN_DEVICES
+from mm.device.device import KNOWN_DEVICES
 from mm.plan.choices import ENCODER_BATCH_SIZES, choices, present_choice
 from mm.plan.distributions import mixed
 from mm.plan.lists import Lists

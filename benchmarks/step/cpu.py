@@ -17,7 +17,7 @@ from benchmarks.measure import median_ratio
 from benchmarks.sides import Ours, Peer, model_config, random_tensors, resized
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
-from mm.data.sampler.pipeline_order import in_pipeline_order
+from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
 from tests.microbatches import random_microbatch
 from tests.workload import Sample

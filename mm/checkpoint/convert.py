@@ -12,7 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mm.checkpoint.atomic import (
+from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.layout import Layout, check_layout
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
+from mm.checkpoint.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
+from mm.checkpoint.options import Options
+from mm.checkpoint.saved_steps import (
+    LATEST_FILE,
     MEGATRON_MODES,
     PART,
     PLAIN_MODES,
@@ -25,22 +32,13 @@ from mm.checkpoint.atomic import (
     tidy,
     unfinished,
 )
-from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.hf_target import hf_targets, is_hf_target, write_other_files
-from mm.checkpoint.layout import Layout, check_layout
-from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
-from mm.checkpoint.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.checkpoint.options import Options
-from mm.checkpoint.qkv_order import QkvOrder
-from mm.checkpoint.saved_steps import LATEST_FILE
-from mm.checkpoint.source import Source, open_hf, open_source
+from mm.checkpoint.source import QkvOrder, Source, open_hf, open_source
 from mm.checkpoint.tensor_io import Blocks, Files, groups
 from mm.config.args import VitQkvOrder
-from mm.config.outputs import folder_problems
+from mm.console import Progress, ongoing
 from mm.errors import UserError, counted, refuse
+from mm.files import folder_problems
 from mm.process import print_notes
-from mm.progress import Progress, ongoing
 from mm.weights.views import Stored, TargetFile, View, dtype_name
 
 SOURCE_LAYOUT, TARGET_LAYOUT = "--cfg.source_parallel_config", "--cfg.target_parallel_config"

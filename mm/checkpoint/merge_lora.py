@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.checkpoint.atomic import PLAIN_MODES, Crc32s
 from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying
-from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.hf_target import hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
-from mm.checkpoint.qkv_order import QkvOrder
-from mm.checkpoint.source import Kind, Source, find_kind, open_adapter, open_to_train, open_training
+from mm.checkpoint.saved_steps import PLAIN_MODES, Crc32s
+from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, open_adapter, open_to_train, open_training
 from mm.checkpoint.tensor_io import Blocks, tensor_bytes
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.model import ModelConfig

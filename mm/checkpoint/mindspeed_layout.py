@@ -20,8 +20,7 @@ from mm.checkpoint.safetensors import safetensors_file
 from mm.checkpoint.torch_file import Tensors, TorchFile
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.placement import StageSpec
-from mm.weights.placed import stage_weights
-from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
 from mm.weights.views import TargetFile, View, shard_view
 
 RELEASE = "release"

@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.checkpoint.atomic import MEGATRON_MODES, new_file, put_in_place, sync
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.pipelined_write import ON_HOST, Host, Values, write_tensors
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import LATEST_FILE, LEFTOVER_NAME, is_only_copy, iteration_name, run_ids
+from mm.checkpoint.saved_steps import (
+    LATEST_FILE,
+    LEFTOVER_NAME,
+    MEGATRON_MODES,
+    is_only_copy,
+    iteration_name,
+    new_file,
+    put_in_place,
+    run_ids,
+    sync,
+)
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
 from mm.errors import UserError
 

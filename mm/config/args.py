@@ -2,22 +2,26 @@
 
 Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
 help.  Flags of other programs that do nothing here are in ``mm.config.mindspeed``.
+
+What the flags of several programs have in common.
+
+How long each phase of a run may take before it counts as a hang, and ``--phase-timeouts``, which changes that.
+
+Steps and validation steps have their own limit, ``--step-timeout``.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.activations import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
-from mm.config.choices import DeviceName, HasPrecision
 from mm.config.command_line import CommandLine
+from mm.config.layers import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.lora import ALPHAS_TEXT, Alpha, LoraConfig, pattern_pairs
 from mm.config.mindspeed import FLAGS
-from mm.config.outputs import is_same_directory
 from mm.config.schema import (
     FIRST,
     LOCAL,
@@ -38,7 +42,58 @@ from mm.config.schema import (
     Positive,
     Seed,
 )
+from mm.console import whole_number
+from mm.errors import nearest
 from mm.families.known import TITLES
+from mm.files import is_same_directory
+
+DeviceName = Literal["auto", "npu", "cuda", "cpu"]
+
+
+class HasPrecision:
+    """Flags with a precision; neither of the two is fp32."""
+
+    bf16: bool
+    fp16: bool
+
+    @property
+    def precision(self) -> str:
+        """"fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+
+PHASE_SECONDS: Mapping[str, float] = {
+    "check": 6 * 3600.0,
+    "start": 1800.0,
+    "load": 3600.0,
+    "data": 6 * 3600.0,
+    "answers": 3600.0,
+    "save": 3600.0,
+    "export": 3 * 3600.0,
+    "between": 600.0,
+}
+"""Phase -> seconds.  ``check`` and ``data`` build the index of the samples where there is none: 450 s for a million
+samples on two cores.  ``answers`` is one batch of answers; ``export`` writes the whole model from one process;
+``between`` is the time between two phases or steps of a training, and at its end."""
+_GONE = ("dying",)
+"""Phases of earlier versions, whose limits have no effect."""
+
+
+def phase_seconds(words: Sequence[str]) -> dict[str, float]:
+    """``PHASE_SECONDS`` with the limits in ``words``, NAME=SECONDS each, which must have no ``phase_problems``."""
+    return {**PHASE_SECONDS, **{name: float(seconds) for name, _, seconds in (word.partition("=") for word in words)}}
+
+
+def phase_problems(words: Sequence[str]) -> Iterator[str]:
+    """Mistakes in ``--phase-timeouts``."""
+    for word in words:
+        name, _, seconds = word.partition("=")
+        if name not in (*PHASE_SECONDS, *_GONE):
+            yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
+                   f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
+        elif whole_number(seconds) is None:
+            yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"
+
 
 LossUnit = Literal["token", "sample", "microbatch"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]

@@ -18,7 +18,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.mindspeed import Fixed, FlagRow, Inert, SameAs
-from mm.config.notes import NoEffect
 from mm.config.schema import (
     APPENDS,
     FIRST,
@@ -36,7 +35,7 @@ from mm.config.schema import (
 )
 from mm.console import COMMON, COMPLETION, NEEDED, SHELLS, STATUSES, Completed, completion_script, is_flag
 from mm.environment import version_line
-from mm.errors import UserError, nearest, refuse
+from mm.errors import NoEffect, UserError, nearest, refuse
 
 Built = TypeVar("Built")
 

@@ -17,10 +17,10 @@ from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
 from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
 from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
-from mm.config.outputs import ANSWERS_FOLDER
 from mm.config.schema import FIRST, STRICT, Count, Excludes, Group, ReadSettings
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES
+from mm.files import ANSWERS_FOLDER
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {
     "ai2d_test": "ai2d", "chartqa_test": "chartqa", "docvqa_val": "docvqa", "mmmu_dev_val": "mmmu"}

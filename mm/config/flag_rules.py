@@ -1,15 +1,20 @@
-"""Rules and notes on the flags of a training and its model JSON that no single field of ``Arguments`` carries."""
+"""Rules and notes on the flags of a training and its model JSON that no single field of ``Arguments`` carries.
+
+Rules and notes on the division of samples into microbatches together with the unit of the loss.
+
+Rules and notes on the settings of validation and of questions during training.
+"""
 
 from collections.abc import Iterator
 
-from mm.config.activations import offload_notes, recompute_notes, recompute_problems
-from mm.config.args import Arguments
+from mm.config.args import Arguments, phase_problems
 from mm.config.command_line import flag_name, rule_notes, rule_problems
+from mm.config.data import DataConfig
+from mm.config.layers import offload_notes, recompute_notes, recompute_problems
 from mm.config.lora import pattern_problems
 from mm.config.model import ModelConfig
-from mm.config.notes import NoEffect
-from mm.config.phases import phase_problems
 from mm.config.schema import changed
+from mm.errors import NoEffect
 
 RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
@@ -128,3 +133,79 @@ def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
                    "the run continues from its last checkpoint")
         if args.check_weights_interval is not None and args.tensor_model_parallel_size == 1:
             yield NoEffect(["--check-weights-interval"], "with weights in shards, no two ranks hold the same weights")
+
+
+def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the layout.
+
+    Means over tokens and over samples do not depend on the division of the global batch.
+    """
+    if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
+        yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
+               f"microbatch, so a sample's weight would depend on the number of ranks; use --calculate-per-sample-loss "
+               f"or --calculate-per-token-loss")
+
+
+def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """Differences from MindSpeed-MM, and settings without effect."""
+    if not (args.calculate_per_token_loss or args.calculate_per_sample_loss or args.calculate_per_microbatch_loss):
+        why = _deals_by_layout(args, data)
+        advice = f"with {why} that would depend on the number of ranks" if why else (
+            "add --calculate-per-microbatch-loss for that, or --calculate-per-token-loss to confirm this")
+        yield (f"loss: every target token of the global batch has the same weight.  MindSpeed-MM averages over each "
+               f"microbatch, then over the microbatches: {advice}")
+    if data.packs and data.truncation is None:
+        yield (f"{args.mm_data}: packing fills each microbatch with whole samples, up to --seq-length x "
+               f"--micro-batch-size = {args.seq_length * args.micro_batch_size} tokens; --global-batch-size counts "
+               f"samples, not packs as in MindSpeed-MM.  Samples longer than --seq-length lose whole turns; set "
+               f"\"truncation\" in basic_parameters to \"turns\" to confirm this, or to \"tokens\" to cut them as "
+               f"MindSpeed-MM does without packing")
+    if data.priority_mode != "data_bucketing_img" and data.sampler_type != "BucketBatchSampler":
+        yield NoEffect(["priority_mode"], "it affects the BucketBatchSampler only", args.mm_data)
+
+
+def _deals_by_layout(args: Arguments, data: DataConfig) -> str:
+    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none.
+
+    With one sample per microbatch the distribution over ranks does not matter.
+    """
+    if data.packs:
+        return "packing"
+    return f"sampler_type {data.sampler_type!r}" if data.is_balanced and args.micro_batch_size > 1 else ""
+
+
+def validates(args: Arguments, data: DataConfig) -> bool:
+    """Whether there are samples for validation, and validation is not turned off."""
+    return data.has_validation and args.eval_iters != 0
+
+
+def is_due(args: Arguments, iteration: int) -> bool:
+    """Whether a validation follows this step; independent of earlier steps, so a resumed run keeps the interval."""
+    return iteration % args.eval_interval == 0 or iteration == args.train_iters
+
+
+def asks(args: Arguments, iteration: int) -> bool:
+    """Whether the model answers questions after this step, by the same rule as ``is_due``."""
+    interval = args.eval_generate_interval
+    return interval is not None and (iteration % interval == 0 or iteration == args.train_iters)
+
+
+def validation_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """Flags that need validation, if there is none, and questions without a rule."""
+    wants = [flag for flag, is_given in (("--save-best", args.save_best),
+                                         ("--early-stopping-patience", args.early_stopping_patience)) if is_given]
+    if wants and not validates(args, data):
+        why = "--eval-iters is 0; raise or remove it" if args.eval_iters == 0 else (
+            f"{args.mm_data} has neither val_dataset nor val_rate; add one of them to its basic_parameters")
+        yield f"{' and '.join(wants)}: there is no validation: {why}"
+    if args.eval_generate_questions is not None and args.eval_generate_rule is args.eval_generate_benchmark is None:
+        yield ("--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+               "--eval-generate-rule to score your own questions")
+
+
+def validation_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
+    """Settings without effect."""
+    given = [name for name in ("eval_interval", "eval_iters") if name in changed(args)]
+    if given and not data.has_validation:
+        yield NoEffect(map(flag_name, given),
+                       f"without val_dataset or val_rate in {args.mm_data} there is no validation")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.args import Arguments, VitQkvOrder
-from mm.config.choices import DeviceName, HasPrecision
+from mm.config.args import Arguments, DeviceName, HasPrecision, VitQkvOrder
 from mm.config.command_line import CommandLine, flag_name, rule_problems
 from mm.config.data import DataConfig, read_data
 from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems

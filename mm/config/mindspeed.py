@@ -1,14 +1,22 @@
 """Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here, or that this version refuses.
 
 Words that have an effect are fields in ``mm.config.args``, ``mm.config.model`` and ``mm.config.data``.
+
+What other trainers do and this version does not, in the words of every message about it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm.config.unsupported import AUDIO, PREFERENCES, TOOLS
 from mm.families.known import TITLES, names_of
+
+OTHER_MODELS = f"this version trains {TITLES}, neither Qwen2-VL nor Qwen3-VL"
+AUDIO = "this version trains on images, videos and text, not on audio"
+TOOLS = "samples with tool turns are refused"
+PREFERENCES = "preference training is not supported by this version"
+TWO_COLUMNS = ("a question and an answer in two columns, as in ms-swift's query and response, are read only if "
+               "attr.prompt and attr.response in the data JSON name these columns")
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.activations import (
+from mm.config.layers import (
+    Ints,
+    Layers,
+    LayerSpans,
+    NumLayers,
     OffloadConfig,
     RecomputeConfig,
+    layers_in,
     offload_notes,
     offload_problems,
     recompute_notes,
     recompute_problems,
 )
-from mm.config.layers import Ints, Layers, LayerSpans, NumLayers, layers_in
 from mm.config.lora import LoraConfig
 from mm.config.mindspeed import MODEL_KEYS
-from mm.config.notes import NoEffect
 from mm.config.schema import (
     STRICT,
     Count,
@@ -36,8 +39,9 @@ from mm.config.schema import (
     ReadSettings,
     read_settings,
 )
+from mm.errors import NoEffect
 from mm.families.family import Family
-from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+from mm.families.qwen2_5_vl import QWEN2_5_VL
 from mm.placement import Placement, layout_problems
 
 EncoderPlacement = Literal["cut", "tensor_ranks"]

@@ -1,22 +1,23 @@
 """One training run: flags, model JSON, data JSON and world size, read and checked together.
 
 All problems are reported together, before torch is loaded.
+
+Which settings must be equal on all ranks: every machine reads its own command line and JSON files.
 """
 
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic_core import to_jsonable_python
 
 from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
-from mm.config.data import DataConfig, read_data
-from mm.config.dataset_files import training_files, validation_files
+from mm.config.data import DataConfig, read_data, training_files, validation_files
 from mm.config.flag_rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
@@ -24,19 +25,21 @@ from mm.config.flag_rules import (
     flag_notes,
     flag_problems,
     frozen_notes,
+    loss_problems,
     overridden_notes,
+    sampling_notes,
     sharding_notes,
     sums_lists,
+    validation_notes,
+    validation_problems,
 )
 from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.loss_unit import loss_problems, sampling_notes
 from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.outputs import is_same_directory
-from mm.config.schema import changed, shown
+from mm.config.schema import LOCAL, changed, fields_of, shown
 from mm.config.strict_json import Document
-from mm.config.validation import validation_notes, validation_problems
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
+from mm.files import is_same_directory
 
 Given = TypeVar("Given")
 Value = TypeVar("Value")
@@ -391,3 +394,35 @@ def _adapter_problems(run: Run) -> Iterator[str]:
             yield (f"{flag_name(name)} is {path!r}, but there are no adapters; select linear layers for them with "
                    f"--lora-target-modules, or remove the flag"
                    f"{'; or set --load to --save, so that the same command starts a run with it' * (name[0] == 'l')}")
+
+
+_OF_A_START = frozenset({
+    "finetune", "load", "no_load_optim", "no_load_rng", "load_base_model", "pretrained_checkpoint",
+})  # fmt: skip
+"""Rank 0 decides these for all ranks, by what ``--save`` holds."""
+
+
+def shared_settings(run: Run) -> dict[str, str]:
+    """The settings that all ranks must have in common, by the name that messages use."""
+    args, data = (
+        {name: getattr(one, name) for name, field in fields_of(type(one)).items() if LOCAL not in field.metadata}
+        for one in (run.args, run.data))
+    return {**{flag_name(name): text for name, text in _leaves(args)},
+            **{f"{name} of --mm-model": text for name, text in _leaves({"": run.model})},
+            **{f"{name} of --mm-data": text for name, text in _leaves(data)}}
+
+
+def with_own_paths(run: Run, own: Run) -> Run:
+    """``run``, which rank 0 has decided, with the paths and data workers of this machine's command line."""
+    kept = {name: getattr(own.args, name) for name, field in fields_of(type(own.args)).items()
+            if LOCAL in field.metadata and name not in _OF_A_START}
+    return replace(run, args=replace(run.args, **kept), data=own.data)
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in to_jsonable_python(settings).items():
+        name = f"{prefix}.{key}".strip(".")
+        if isinstance(value, dict):
+            yield from _leaves(cast(dict[str, Any], value), name)
+        else:
+            yield name, json.dumps(value)

@@ -16,9 +16,8 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, Ty
 from pydantic.fields import FieldInfo
 
 from mm.config.mindspeed import Fixed, Inert, Row
-from mm.config.notes import NoEffect
 from mm.config.strict_json import Document, read_json
-from mm.errors import nearest, refuse
+from mm.errors import NoEffect, nearest, refuse
 
 Built = TypeVar("Built")
 

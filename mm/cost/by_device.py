@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from mm.config.args import Arguments
 from mm.config.model import ModelConfig, Tower
 from mm.config.run import Run
-from mm.cost.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock, Network
+from mm.cost.calibration import FREE, BlockKey, BlockLaws, Calibration, Law, Machine, MeasuredBlock, Network
 from mm.cost.costs import HOST_BYTES_PER_SECOND, WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.cost.layer_memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
-from mm.cost.linear_costs import FREE, Law
 from mm.cost.model_states import state_widths
 from mm.cost.workload import one_stage
+from mm.device.device import PLATFORMS
 from mm.device.platform import KnownDevice, Links
-from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
 from mm.model.flops import BlockPlace, block_backwards
 from mm.weights.table import Place

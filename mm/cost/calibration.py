@@ -1,21 +1,87 @@
 """How long the parts of a step take on a device: the content of a calibration file, in which predictions look laws up.
 
 ``mm.plan.measure`` measures one; ``mm.cost.by_device`` computes one from published figures.
+
+How long a piece of work takes: seconds that are linear in its rows and pairs, fitted to measured times.
+
+Reads a calibration, and checks that it fits a run: the same device, versions, precision and optimizer states.
 """
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from mm.config.args import Arguments
+from mm.config.run import Run
 from mm.config.strict_json import read_json
-from mm.cost.linear_costs import Law
+from mm.device.device import usable_platform
+from mm.environment import CODE, software
 from mm.errors import UserError
 from mm.files import write_whole
+from mm.process import print_notes
+
+
+@dataclass(frozen=True)
+class Law:
+    """Seconds = fixed + per_row x rows + per_pair x pairs; 0 without rows.  No coefficient is negative."""
+
+    fixed: float
+    per_row: float
+    per_pair: float = 0.0
+
+    def seconds(self, rows: float, pairs: float = 0.0) -> float:
+        return self.fixed + self.per_row * rows + self.per_pair * pairs if rows > 0 else 0.0
+
+    def __add__(self, other: "Law") -> "Law":
+        return Law(self.fixed + other.fixed, self.per_row + other.per_row, self.per_pair + other.per_pair)
+
+    def __mul__(self, factor: float) -> "Law":
+        return Law(self.fixed * factor, self.per_row * factor, self.per_pair * factor)
+
+
+FREE = Law(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One measured time."""
+
+    rows: float
+    pairs: float
+    seconds: float
+
+
+def fitted(times: Sequence[Timed]) -> Law:
+    """The law with the least sum of squared relative errors among those without a negative coefficient.
+
+    ``times`` must not be empty, and each must be positive.  Every subset of the coefficients is tried, which is exact.
+    """
+    terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / np.array([[one.seconds] for one in times])
+    best, least = np.zeros(3), np.inf
+    for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
+        if not terms[:, chosen].any(axis=0).all():
+            continue  # nothing was measured with such a term
+        scale = np.abs(terms[:, chosen]).max(axis=0)
+        found = np.linalg.lstsq(terms[:, chosen] / scale, np.ones(len(times)), rcond=None)[0] / scale
+        error = float(np.square(terms[:, chosen] @ found - 1).sum())
+        if (found >= 0).all() and error < least - 1e-12:
+            best, least = np.zeros(3), error
+            best[chosen] = found
+    return Law(*best.tolist())
+
+
+def relative_errors(law: Law, times: Sequence[Timed]) -> list[float]:
+    """Predicted over measured seconds, minus 1, of each time."""
+    return [law.seconds(one.rows, one.pairs) / one.seconds - 1 for one in times]
+
 
 FORMAT = 3
 
@@ -124,3 +190,36 @@ def read_calibration(path: Path) -> Calibration:
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {cure}") from error
+
+
+def settings_of(args: Arguments) -> dict[str, str]:
+    """What must be as it was during the calibration, besides the device and the precision."""
+    return {**software(), "--exp-avg-dtype": args.exp_avg_dtype, "--exp-avg-sq-dtype": args.exp_avg_sq_dtype,
+            "copies of 16-bit weights:": args.kept_copy, "optimizer states in host memory:": f"{args.host_share:.3g}"}
+
+
+def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
+    """The calibration in ``path``.  Raises UserError if it does not fit the run; with ``accepts``, prints notes
+    instead."""
+    found = read_calibration(path)
+    differences, now = list(_differences(found, run)), software()[CODE]
+    if differences and not accepts:
+        raise UserError([f"{path}: was measured {one}; measure again with `mm-plan calibrate --output {path}`, or add "
+                         f"--accept-calibration if the run will be like the calibration" for one in differences])
+    notes = [f"the calibration was measured {one}" for one in differences]
+    if (then := found.machine.settings.get(CODE, now)) != now:
+        notes.append(f"the calibration was measured with {CODE} {then}, but here it is {now}")
+    print_notes(notes, sys.stderr)
+    return found
+
+
+def _differences(calibration: Calibration, run: Run) -> Iterator[str]:
+    machine, device = calibration.machine, usable_platform(run.args.device).runtime(0).name
+    if machine.device != device:
+        yield f"on {machine.device}, but this device is {device}"
+    if machine.precision != run.args.precision:
+        yield f"in {machine.precision}, but the run is in {run.args.precision}"
+    here = settings_of(run.args)
+    for name, was in machine.settings.items():
+        if name != CODE and here.get(name) != was:
+            yield f"with {name} {was}, but here it is {here.get(name, 'absent')}"

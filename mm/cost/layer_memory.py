@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mm.config.activations import RecomputeConfig
+from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, Tower
 from mm.weights.adapters import matrix_pairs
-from mm.weights.placed import weights_by_place
 from mm.weights.shard import memory_shape
-from mm.weights.table import Fusion, Place, Weight
+from mm.weights.table import Fusion, Place, Weight, weights_by_place
 from mm.weights.trained import GradientPath, is_frozen
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -24,12 +24,11 @@ from mm.cost.layer_memory import (
 )
 from mm.cost.model_states import params_by_place, params_of
 from mm.cost.workload import message_bytes
-from mm.model.host_activations import PAGE_BYTES
 from mm.model.layers.loss import MAX_LOGIT_ROWS, max_logit_rows
+from mm.model.recompute import PAGE_BYTES
 from mm.placement import Message, Placement, StageSpec
-from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.shard import memory_shape
-from mm.weights.table import Place, Weight
+from mm.weights.table import Place, Weight, owns, stage_weights, weights_by_place
 from mm.weights.trained import GradientPath, is_frozen
 
 

@@ -13,9 +13,8 @@ from mm.cost.layer_memory import FP32, WIDTHS
 from mm.cost.workload import one_stage
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.placement import Placement, StageSpec
-from mm.weights.placed import owns, stage_weights, weights_by_place
 from mm.weights.shard import memory_shape
-from mm.weights.table import Place, Weight, model_weights
+from mm.weights.table import Place, Weight, model_weights, owns, stage_weights, weights_by_place
 from mm.weights.trained import GradientPath, is_frozen
 
 KEPT_COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}

@@ -14,16 +14,14 @@ import numpy as np
 
 from mm.batch import encoder_batches
 from mm.config.run import Run
-from mm.cost.calibration import Calibration
-from mm.cost.comm_costs import message_law, reduction_seconds, update_seconds
-from mm.cost.costs import BlockCosts, Cutting
+from mm.cost.calibration import Calibration, Law
+from mm.cost.costs import BlockCosts, Cutting, message_law, reduction_seconds, update_seconds
 from mm.cost.layer_memory import WIDTHS
-from mm.cost.linear_costs import Law
 from mm.cost.model_states import StageSize, stage_sizes
 from mm.cost.workload import COUNTS, Workload, mean_per_rank, message_bytes, one_stage, per_rank
-from mm.data.sampler.pipeline_order import in_order, pipeline_orders
+from mm.data.sampler.cost import in_order, pipeline_orders
 from mm.errors import UserError
-from mm.parallel.simulation import even_step_cost, step_costs
+from mm.parallel.order import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.weights.table import Place
 from mm.weights.trained import GradientPath

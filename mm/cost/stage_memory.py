@@ -12,7 +12,7 @@ from mm.cost.layer_memory import FP32, WIDTHS
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
 from mm.cost.model_states import StageSize, block_bytes, build_bytes, chunk_size
 from mm.cost.workload import one_stage
-from mm.model.host_activations import SEGMENT_BYTES
+from mm.model.recompute import SEGMENT_BYTES
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Placement, StageSpec
 

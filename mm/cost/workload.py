@@ -10,7 +10,7 @@ import numpy as np
 from mm.batch import BatchTotals
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.data.lengths import HasLengths, Lengths
+from mm.data.sample import HasLengths, Lengths
 from mm.data.sampler.cost import SampleSizes
 from mm.data.sampler.sample_stream import StepSamples
 from mm.data.sampler.sampler import order_of

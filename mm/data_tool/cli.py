@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.progress import loading
+    from mm.console import loading
 
     flags = COMMANDS.read(words)
     with loading():

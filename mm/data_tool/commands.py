@@ -1,22 +1,201 @@
-"""The commands of ``mm-data``, each a function of its flags in ``mm.data_tool.flags``."""
+"""The commands of ``mm-data``, each a function of its flags in ``mm.data_tool.flags``.
 
+Facts about a dataset before training on it: statistics of its samples, and their problems, for ``mm.report``.
+
+One sample as the model sees it: its images after resizing, and its tokens with the target tokens marked.
+"""
+
+import base64
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from mm.batch import IGNORE_INDEX, Microbatch
 from mm.config.data import read_data
 from mm.config.model import ModelConfig, read_model
-from mm.config.notes import NoEffect
+from mm.console import Progress, ongoing
 from mm.data.encode.chat import load_tokenizer
-from mm.data.index.dataset import Dataset, datasets
+from mm.data.encode.encoder import SampleEncoder
+from mm.data.index.dataset import Dataset, Split, datasets, notes_of
 from mm.data.index.measure import Gauge
-from mm.data.index.sample_files import Split
+from mm.data.records.record_name import BadSample
+from mm.data.sample import Sample
+from mm.data.sampler.balance import Budget, fullest_packs
+from mm.data.sampler.cost import SampleSizes
+from mm.data.workers import in_processes
 from mm.data_tool.flags import CheckFlags, DataFlags, MockFlags, ShowFlags
-from mm.data_tool.show import Shown
-from mm.data_tool.survey import damaged_samples, survey
-from mm.errors import MAX_PROBLEMS, UserError, counted, refuse
-from mm.progress import ongoing
-from mm.report import check_page, write_page
+from mm.errors import MAX_PROBLEMS, NoEffect, UserError, counted, printable, refuse
+from mm.report import Histogram, Problem, Report, check_page, page, write_page
+
+_NUM_AT_A_TIME = 64
+"""Samples that one process decodes before it reports."""
+_OF_ONE_SAMPLE = re.compile(
+    r"""(?<!\w)'[^']*'|"[^"]*"  # quoted
+    |(?<![\w.-])(?:[.~]{0,2}/[\w./~-]+|[\w./-]+/[\w-]+\.[\w.-]+)  # a path
+    |(?<![\w.])\d(?:[\d,.]*\d)?  # a number""", re.VERBOSE)
+"""What differs between the problems of one kind."""
+
+
+def survey(
+    data_json: str, splits: Mapping[Split, Dataset], model: ModelConfig, seq_length: int, damaged: Sequence[BadSample]
+) -> Report:
+    """A report on the samples of each split, which must have been measured, and those with ``damaged`` media."""
+    skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
+    facts = (("samples whose media are damaged", f"{len(damaged):,}, counted as usable"),) if damaged else ()
+    return Report(f"Samples of {data_json}", facts, problems=tuple(map(_problem, (*skipped, *damaged))),
+                  notes=tuple(notes_of(splits)),
+                  sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
+
+
+def _problem(bad: BadSample) -> Problem:
+    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path))
+
+
+def kind_of(reason: str, path: str | None = None) -> str:
+    """The kind of a problem: its text without what differs between samples, such as paths, numbers and quotes.
+
+    ``path``: the image or video that causes it, which may have spaces in its name.
+    """
+    return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…")).removeprefix("…: ")
+
+
+def _section(name: Split, dataset: Dataset, model: ModelConfig, seq_length: int) -> Report:
+    lengths = dataset.lengths
+    sizes = SampleSizes(model, lengths).of(np.arange(len(dataset)))
+    tokens, dropped = sizes.num_tokens, dataset.column("num_dropped_tokens")
+    packs = fullest_packs(sizes.num_tokens, sizes.num_patches, Budget(seq_length))
+    num_usable = dataset.num_records - dataset.num_bad - dataset.num_too_long
+    of_all = f", of {num_usable:,} usable ones (val_rate, rates in %, max_samples)" * (len(dataset) != num_usable)
+    facts = {
+        "records in the files": f"{dataset.num_records:,}",
+        "unusable": f"{dataset.num_bad:,}",
+        "too long": f"{dataset.num_too_long:,} ({dataset.num_too_long / dataset.num_records:.1%})",
+        f"samples for {name}": f"{len(dataset):,}{of_all}",
+        "tokens": f"{tokens.sum():,}, {tokens.mean():,.0f} per sample, {tokens.max():,} at most",
+        "target tokens": f"{lengths.num_target_tokens.sum(dtype=np.int64) / tokens.sum():.1%}",
+        "images and videos": f"{lengths.num_media.sum(dtype=np.int64):,}",
+        "patches": f"{sizes.num_patches.sum():,}",
+        "samples truncated to --seq-length": f"{np.count_nonzero(dropped):,} ({np.mean(dropped > 0):.1%}); tokens "
+                                             f"dropped: {dropped.sum(dtype=np.int64):,}",
+        "packs of --seq-length tokens": f"{len(packs):,}, {tokens.sum() / (len(packs) * seq_length):.1%} full",
+    }
+    histograms = [Histogram.of("Tokens", "per sample", tokens),
+                  Histogram.of("Patches", "per sample", sizes.num_patches),
+                  Histogram.of("Images and videos", "per sample", lengths.num_media)]
+    return Report(f"{name.capitalize()} samples", tuple(facts.items()), histograms=tuple(histograms))
+
+
+def damaged_samples(splits: Mapping[Split, Dataset], encoder: SampleEncoder) -> list[BadSample]:
+    """The samples that cannot be encoded: decodes the media of all, as the trainer does, on all CPUs."""
+    blocks: list[tuple[Split, range]] = [
+        (name, range(start, min(start + _NUM_AT_A_TIME, len(dataset))))
+        for name, dataset in splits.items() for start in range(0, len(dataset), _NUM_AT_A_TIME)]
+    found: list[BadSample] = []
+    results = in_processes(_Encode(splits, encoder), blocks, len(os.sched_getaffinity(0)))
+    with Progress("decoding media", sum(map(len, splits.values())), "samples") as progress:
+        for (_, block), bad in zip(blocks, results, strict=True):
+            found += bad
+            progress.update(len(block))
+    return found
+
+
+@dataclass
+class _Encode:
+    """Encodes a block of samples, and returns the bad ones.  Pickles into processes."""
+
+    splits: Mapping[Split, Dataset]
+    encoder: SampleEncoder
+
+    def __call__(self, block: tuple[Split, range]) -> list[BadSample]:
+        found, dataset = list[BadSample](), self.splits[block[0]]
+        for index in block[1]:
+            try:
+                dataset.refuse_changed(index, self.encoder.encode(dataset[index]))
+            except UserError as error:
+                found.append(dataset.bad_sample(index, error))
+        return found
+
+
+_LEGEND = ('<p class="legend"><span class="target">target tokens: the loss is computed on them</span> '
+           '<span class="media">tokens of an image or video</span> <span>no colour: context</span></p>')
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample, prepared for display."""
+
+    where: str
+    groups: tuple[tuple[str, str], ...]
+    """Consecutive tokens of one kind ("target", "context" or "media"), and their text."""
+    num_tokens: int
+    num_target_tokens: int
+    frames: tuple[np.ndarray, ...]
+    """uint8 [height, width, 3]: each image, and each frame of a video."""
+
+    @classmethod
+    def of(cls, sample: Sample, encoder: SampleEncoder) -> "Shown":
+        """Raises UserError as the encoder does."""
+        encoded = encoder.encode(sample)
+        return cls(sample.where, tuple(_groups(encoded, encoder)), encoded.num_tokens, encoded.num_target_tokens,
+                   tuple(_frames(encoded, encoder)))
+
+    def text(self) -> str:
+        """For the terminal, with target tokens between [[ and ]]."""
+        body = "".join(f"[[{text}]]" if kind == "target" else text for kind, text in self.groups)
+        return printable(f"{self.where}: {self._counts}\n\n{body}")
+
+    def html(self) -> str:
+        """A self-contained page."""
+        spans = "".join(f'<span class="{kind}">{escape(text)}</span>' for kind, text in self.groups)
+        images = "".join(f'<div><img alt="as the model sees it" src="data:image/png;base64,{_png(frame)}">'
+                         f"<small>{frame.shape[1]:,} x {frame.shape[0]:,} pixels</small></div>"
+                         for frame in self.frames)
+        return page(self.where, f'<p>{self._counts}</p>\n<div class="frames">{images}</div>\n{_LEGEND}\n'
+                                f'<div class="turns">{spans}</div>')
+
+    @property
+    def _counts(self) -> str:
+        return (f"{self.num_tokens:,} tokens, {self.num_target_tokens:,} of them targets, {len(self.frames):,} images "
+                f"and frames")
+
+
+def _groups(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[tuple[str, str]]:
+    """Runs of tokens of one kind; the tokens of an image or video are replaced by their number."""
+    media, ids = encoder.chat.media_token_ids, encoded.token_ids.tolist()
+    is_target = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
+    kinds = ["media" if token in media else "target" if is_one else "context"
+             for token, is_one in zip(ids, is_target, strict=True)]
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        if stop == len(ids) or kinds[stop] != kinds[start]:
+            text = f"[{stop - start} visual tokens]" if kinds[start] == "media" else (
+                str(encoder.chat.tokenizer.decode(ids[start:stop])))
+            yield kinds[start], text
+            start = stop
+
+
+def _frames(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[np.ndarray]:
+    if encoded.pixel_values is None:
+        return
+    sizes = [t * h * w for t, h, w in encoded.image_grids]
+    for patches, grid in zip(encoded.pixel_values.split(sizes), encoded.image_grids, strict=True):
+        frames = encoder.images.joined(patches, grid)
+        is_still = grid[0] == 1 and bool((frames == frames[0]).all())
+        yield from (frame.numpy() for frame in (frames[:1] if is_still else frames))
+
+
+def _png(frame: np.ndarray) -> str:
+    stream = io.BytesIO()
+    Image.fromarray(frame).save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
 
 
 def _check(flags: CheckFlags) -> None:

@@ -10,8 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.schema import STRICT, Count, NaturalNumber, Seed
+from mm.console import Progress
 from mm.errors import refuse
-from mm.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.device.attention import Segments, by_stretch, sdpa
+from mm.device.accelerator import SideQueue
+from mm.device.attention import PLAIN, Segments, by_stretch, sdpa
 from mm.device.kernels import Fuse, Kernels, eager_leaves, plain_accumulate, rms_norm
-from mm.device.partial_attention import PLAIN
 from mm.device.platform import Platform, torch_profiler
 from mm.device.shims import COMMON_SHIMS, Shim
-from mm.device.side_stream import SideQueue
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:

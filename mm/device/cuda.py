@@ -10,11 +10,19 @@ from packaging.version import Version
 from torch import Tensor
 
 from mm.device.accelerator import AcceleratorRuntime
-from mm.device.attention import Segments, by_stretch, check_cover, sdpa
-from mm.device.deterministic import Variable
+from mm.device.attention import (
+    PLAIN,
+    Gradients,
+    Pairs,
+    PartialAttention,
+    PartialOutput,
+    Segments,
+    by_stretch,
+    check_cover,
+    sdpa,
+)
 from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, plain_accumulate, rms_norm
-from mm.device.partial_attention import PLAIN, Gradients, Pairs, PartialAttention, PartialOutput
-from mm.device.platform import KnownDevice, Links, Platform, torch_profiler
+from mm.device.platform import KnownDevice, Links, Platform, Variable, torch_profiler
 from mm.device.pointwise import rounded_at_random
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError

@@ -1,12 +1,17 @@
 """The device of this process: how it is chosen, copies to and from it, its memory, peak and random numbers.
 
 ``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
+
+All platforms and types of devices, and the choice among them: the only module that imports the devices' files.
+
+What a run actually ran on: device, versions and kernels, read from the objects that do the work.
 """
 
 import random
+import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -14,14 +19,67 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mm.device.attention import PartialAttention
 from mm.device.compiled import compile_fault, compiled
-from mm.device.deterministic import make_deterministic
-from mm.device.kernels import Kernels
-from mm.device.platform import Platform, Runtime
-from mm.device.platforms import peak_flops, usable_platform
+from mm.device.cpu import CPU
+from mm.device.cuda import CUDA
+from mm.device.kernels import AddNormLeaves, Kernels, LogitKernels
+from mm.device.npu import NPU
+from mm.device.platform import KnownDevice, Platform, Runtime, make_deterministic
 from mm.device.shims import apply_shims
-from mm.environment import Launched
+from mm.environment import DECISIVE, Launched, installed
 from mm.errors import UserError
+
+PLATFORMS: tuple[Platform, ...] = (NPU, CUDA, CPU)
+"""In the order in which ``--device auto`` prefers them.  The last one works everywhere."""
+KNOWN_DEVICES = tuple(device for platform in PLATFORMS for device in platform.known_devices)
+
+
+def absent_device(wanted: str) -> Iterator[str]:
+    """Why ``--check`` finds that a run could not start here with ``--device`` ``wanted``."""
+    try:
+        usable_platform(wanted)
+    except UserError as error:
+        yield f"{error}; --device auto with --check checks the files alone, on any machine"
+
+
+def usable_platform(wanted: str) -> Platform:
+    """The platform of this name, or for "auto" the first that can be used here.
+
+    Raises UserError if there is none of this name, or it cannot be used here.
+    """
+    if wanted == "auto":
+        return next(platform for platform in PLATFORMS if platform.fault() is None)
+    for platform in PLATFORMS:
+        if platform.name == wanted:
+            if (fault := platform.fault()) is not None:
+                raise UserError(f"--device {wanted}: {fault}")
+            return platform
+    *names, last = ("auto", *(platform.name for platform in PLATFORMS))
+    raise UserError(f"--device is {wanted!r}; expected {', '.join(names)} or {last}")
+
+
+def known_device(name: str) -> KnownDevice | None:
+    """The type of the device whose driver reports ``name``; None if it is not known.
+
+    The whole name must match, so a slice of a device (MIG) or a later type is never mistaken for a known one.
+    """
+    short = name.removeprefix("NVIDIA ")
+    return next((one for one in KNOWN_DEVICES if re.fullmatch(one.names, short)), None)
+
+
+def peak_flops(name: str) -> float | None:
+    """Published peak bf16 FLOP/s of the device whose driver reports ``name``; None if unknown, as MFU is then."""
+    found = known_device(name)
+    return None if found is None else found.peak_flops
+
+
+def peak_notes(platform: Platform, name: str) -> tuple[str, ...]:
+    """A note if the device's peak is unknown, so MFU is not reported; none for a platform without published peaks."""
+    if not platform.known_devices or peak_flops(name) is not None:
+        return ()
+    return (f"no published peak FLOP/s is known for {name}, so MFU is not reported",)
+
 
 _ADAPTOR = "mindspeed.megatron_adaptor"
 _EAGER_NOTE = (
@@ -128,3 +186,61 @@ class Device:
         torch.set_rng_state(states["torch"])
         if "device" in states:
             self.runtime.set_random_state(states["device"])
+
+
+_PACKAGES = (*DECISIVE, "transformer_engine", "apex", "flash-attn")
+"""Packages besides those that a platform reports."""
+
+
+def device_facts(device: Device, adam: object) -> dict[str, Any]:
+    """Device, versions of installed packages, and the kernels and optimizer that the training uses, as JSON values.
+
+    ``adam`` is the torch optimizer inside megatron's; None on a rank that trains nothing.
+    """
+    return {
+        "device": device.name,
+        "backend": device.platform.backend,
+        "versions": installed_versions(),
+        "kernels": {field.name: kernel_name(getattr(device.kernels, field.name)) for field in fields(device.kernels)},
+        "adam": None if adam is None else kernel_name(type(adam)),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "switches": device.platform.switches(),
+    }
+
+
+def sdpa_backend(
+    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
+) -> str | None:
+    """The kernel that torch's SDPA chooses for such heads; None if attention does not use SDPA.
+
+    Releases of torch differ in the order in which SDPA tries its kernels.
+    """
+    given = device.platform.sdpa_kv_heads(dtype, num_heads, num_kv_heads)
+    if given is None:
+        return None
+    q = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device.torch_device, requires_grad=True)
+    k = torch.empty(1, given, 128, head_dim, dtype=dtype, device=device.torch_device, requires_grad=True)
+    chosen = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
+        q, k, k, None, 0.0, causal, enable_gqa=num_heads != given
+    )
+    return torch.nn.attention.SDPBackend(chosen).name
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that decide what is computed, and of the devices' libraries."""
+    found = {package: version for package in _PACKAGES if (version := installed(package)) is not None}
+    for platform in PLATFORMS:
+        found |= platform.versions()
+    return found
+
+
+def kernel_name(kernel: Any) -> str | bool | None:
+    """``module.name`` of a kernel: of the class for a class method such as autograd's ``apply``, and of the forward
+    function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
+    if kernel is None or isinstance(kernel, bool):
+        return kernel
+    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormLeaves) else kernel
+    kernel = kernel.sums if isinstance(kernel, LogitKernels) else kernel
+    owner = getattr(kernel, "__self__", None)
+    kernel = owner if isinstance(owner, type) else kernel
+    return f"{kernel.__module__}.{kernel.__qualname__}"

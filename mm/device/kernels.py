@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mm.device import pointwise
-from mm.device.attention import Kernel
-from mm.device.partial_attention import PartialAttention
+from mm.device.attention import Kernel, PartialAttention
 from mm.device.pointwise import Heads, Leaf
 
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], None]

@@ -17,11 +17,18 @@ from torch import Tensor
 
 from mm.device import pointwise
 from mm.device.accelerator import AcceleratorRuntime
-from mm.device.attention import Segments, by_stretch, check_cover, pieces
-from mm.device.deterministic import Variable
+from mm.device.attention import (
+    Gradients,
+    Pairs,
+    PartialAttention,
+    PartialOutput,
+    Segments,
+    by_stretch,
+    check_cover,
+    pieces,
+)
 from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
-from mm.device.partial_attention import Gradients, Pairs, PartialAttention, PartialOutput
-from mm.device.platform import KnownDevice, Links, MachineFinding, Platform
+from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, Variable
 from mm.device.pointwise import Heads
 from mm.device.shims import COMMON_SHIMS, Shim
 from mm.environment import installed

@@ -2,19 +2,65 @@
 implement.
 
 A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
+
+Deterministic mode: the same run on the same machines gives the same bits.
+
+Without it the order of sums may change from run to run: in attention's backward pass on CUDA (atomic additions), in
+libraries that pick an algorithm at run time, and in collectives that reduce inside the network.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mm.device.deterministic import Variable
+from mm.device.accelerator import SideQueue
 from mm.device.kernels import Fuse, Kernels
 from mm.device.shims import Shim
-from mm.device.side_stream import SideQueue
+from mm.errors import refuse
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that a library reads when it starts on the device."""
+
+    default: str
+    """The value it is set to."""
+    others: tuple[str, ...] | None
+    """Other values that a user may have set, in upper or lower case; None: any value is replaced."""
+    reference: str
+    """Who asks for it."""
+
+
+def make_deterministic(
+    variables: Mapping[str, Variable], environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Make torch and, through ``variables``, the libraries below it deterministic, before the first work on the device.
+
+    From then on, operators without a deterministic form raise RuntimeError.  Raises UserError for a variable whose
+    value lets results differ.
+    """
+    refuse(_contrary(variables, environment))
+    for name, variable in variables.items():
+        if variable.others is None:
+            environment[name] = variable.default
+        else:
+            environment.setdefault(name, variable.default)
+    torch.use_deterministic_algorithms(True)
+
+
+def _contrary(variables: Mapping[str, Variable], environment: Mapping[str, str]) -> Iterator[str]:
+    for name, variable in variables.items():
+        if variable.others is None or name not in environment:
+            continue
+        legal = (variable.default, *variable.others)
+        if environment[name].lower() not in [value.lower() for value in legal]:
+            yield (f"--deterministic-mode is set, but the environment variable {name} is {environment[name]!r}, which "
+                   f"lets results differ from run to run; unset it, or set it to one of {', '.join(legal)}")
+
 
 MachineFinding = tuple[bool, str]
 """(whether a run would certainly fail, message for the user)"""

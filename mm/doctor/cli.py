@@ -22,10 +22,10 @@ from mm.doctor.machine import (
     file_findings,
     memory_findings,
     name_findings,
+    package_findings,
     temporary_findings,
     variable_findings,
 )
-from mm.doctor.packages import package_findings
 from mm.doctor.trial import TrialNode, trial_findings
 from mm.environment import version_line
 from mm.errors import UserError, printable
@@ -129,14 +129,14 @@ def _trial(flags: "DoctorFlags") -> Iterator[Diagnosis]:
 
 def _num_devices(wanted: str) -> int:
     """Ranks of the trial; raises UserError if the device cannot be used."""
-    from mm.device.platforms import usable_platform
+    from mm.device.device import usable_platform
 
     return usable_platform(wanted).num_devices() or 2
 
 
 def _devices(wanted: str) -> Iterator[Diagnosis]:
     """Memory, the devices, and versions of their libraries that do not work together."""
-    from mm.device.platforms import PLATFORMS
+    from mm.device.device import PLATFORMS
     from mm.run.resources import Node
 
     node = Node.here()

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.choices import DeviceName
+from mm.config.args import DeviceName
 from mm.config.command_line import CommandLine
 from mm.config.schema import APPENDS, STRICT, Count, Group, NaturalNumber, Positive
 

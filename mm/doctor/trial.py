@@ -53,7 +53,7 @@ def trial_findings(wanted: str, seconds: float, own: TrialNode) -> Iterator[Diag
 
     Node 0 has the findings of all ranks.
     """
-    from mm.progress import ongoing  # not at the top: tqdm may be missing, and the other checks go on
+    from mm.console import ongoing  # not at the top: tqdm may be missing, and the other checks go on
 
     num_ranks = own.num_processes * own.num_nodes
     with TemporaryDirectory(prefix="mm-doctor-") as name:

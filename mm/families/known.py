@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from mm.families.family import Family, Section
-from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+from mm.families.qwen2_5_vl import QWEN2_5_VL
 
 FAMILIES: tuple[Family, ...] = (QWEN2_5_VL,)
 TITLES = " or ".join(family.title for family in FAMILIES)

@@ -1,13 +1,17 @@
 """A model that is ready to answer prompts, on the ranks of its layout.
 
 All ranks call the same methods together; only the data owner of each replica has the prompts.
+
+What ``mm.generate`` and ``mm.evaluate`` open before they ask: weights -> device -> mesh -> stage.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +20,11 @@ from mm.batch import Microbatch
 from mm.config.data import DataConfig
 from mm.config.generate import Asking, Decoding
 from mm.config.model import LanguageConfig, ModelConfig
+from mm.console import loading, ongoing
 from mm.data.encode.encoder import SampleEncoder
 from mm.device.device import Device
-from mm.errors import UserError
+from mm.environment import software
+from mm.errors import UserError, sorted_notes
 from mm.generation.decode import Answer, Answerer, TokenListener
 from mm.generation.prompts import Prompt, prompt_encoder
 from mm.generation.source import ModelFiles, named_tokens
@@ -26,6 +32,7 @@ from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
+from mm.process import is_first_rank, print_notes, print_notes_once
 from mm.weights.trained import saved_among
 
 
@@ -173,3 +180,49 @@ class Session:
         ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does
         whole = Microbatch.join(one for _, one in ready) if ready else None
         return whole, [number for number, _ in ready], problems
+
+
+if TYPE_CHECKING:
+    from mm.generation.session import Session
+    from mm.parallel.health.watchdog import Phase
+
+
+@contextmanager
+def opened(asking: Asking[Any], read: Callable[[], Sequence[str]] = tuple) -> Iterator[tuple["Session", "Phase"]]:
+    """The model on this process's device, as one rank of the launcher's world, and the phases of its watchdog.
+
+    ``read`` reads what is asked, on rank 0 before anything is loaded, and returns notes.  Raises UserError.
+    """
+    is_first = is_first_rank()
+    with loading(is_first):
+        from mm.generation.source import find
+        from mm.parallel.health.rendezvous import Rendezvous
+        from mm.parallel.health.watchdog import Watchdog
+
+    args = asking.args
+    with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
+        with watchdog.phase("check"):
+            notes = read() if is_first else ()
+            found = find(asking) if is_first else None  # one rank reports what all of them would
+        with ongoing("waiting for the other ranks", is_first):
+            store = watchdog.meet()
+        found = found or find(asking)
+        if is_first:
+            print_notes(sorted_notes((*asking.notes, *notes, *found.notes)), sys.stderr)
+        with loading(is_first, "starting the device"):
+            from mm.device.device import Device
+
+            device = Device.pick(args.device)
+            print_notes_once(device.notes)
+            # megatron looks at the device while it is imported, so everything built on it comes after this
+            from mm.generation.session import Session
+            from mm.parallel import mesh as parallel
+
+        with ongoing("connecting the ranks", is_first):
+            mesh = parallel.start(
+                device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
+        watchdog.place(mesh)
+        with watchdog.phase("load"):
+            session = Session.open(asking, found, device, mesh)
+        yield session, watchdog.phase
+    parallel.stop()

@@ -12,7 +12,7 @@ from mm.batch import NO_SAMPLES, BatchTotals, Grid
 from mm.config.model import ModelConfig
 from mm.model.arithmetic import Block
 from mm.model.families import arithmetic_of
-from mm.parallel.simulation import SlotCost
+from mm.parallel.order import SlotCost
 from mm.placement import Placement
 from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.checkpoint.source import Source
+from mm.console import Progress, ongoing
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
-from mm.progress import Progress, ongoing
-from mm.weights.read_assignment import readers
-from mm.weights.shard import MemoryLayout
+from mm.weights.shard import MemoryLayout, readers
 from mm.weights.table import Weight, shard, stored_name
 
 

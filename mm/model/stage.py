@@ -14,27 +14,25 @@ from torch import Tensor, nn
 
 from mm.config.args import LossUnit
 from mm.config.model import ModelConfig
+from mm.device.accelerator import SideQueue
 from mm.device.device import Device
-from mm.device.side_stream import SideQueue
 from mm.model.families import towers_of
-from mm.model.host_activations import HostActivations
 from mm.model.layers.embedding import VisualRows
 from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.lora_linear import attach
 from mm.model.layers.loss import LossInputs
 from mm.model.parallel.sharded_rows import CutRows, gather_rows
 from mm.model.prepare import ChunkInputs, Preparation
+from mm.model.recompute import HostActivations
 from mm.model.shared_vision_pass import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
 from mm.parallel.activity import Journal, Work
 from mm.parallel.megatron import mark_parameters, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.row_shards import Pieces
-from mm.parallel.zero.buckets import Unit
-from mm.parallel.zero.weight_shards import UnitWeights, WeightShards
-from mm.weights.placed import stage_weights
+from mm.parallel.zero.weight_shards import Unit, UnitWeights, WeightShards
 from mm.weights.shard import memory_shape
-from mm.weights.table import Weight
+from mm.weights.table import Weight, stage_weights
 from mm.weights.trained import is_frozen
 
 

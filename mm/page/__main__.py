@@ -9,8 +9,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
-from mm.config.outputs import PAGE_FILE
 from mm.config.schema import STRICT, Positional
+from mm.files import PAGE_FILE
 from mm.process import run_command
 from mm.report import check_page
 

@@ -12,18 +12,19 @@ import numpy as np
 from pydantic_core import from_json
 
 from mm.checkpoint.saved_steps import ITERATION_NAME
-from mm.config.outputs import (
+from mm.data.loader.quarantine import LEDGER
+from mm.data.records.record_name import BadSample
+from mm.errors import UserError
+from mm.files import (
     ANSWERS_FOLDER,
     FACTS_FILE,
     MAX_THUMBNAILS,
     METRICS_FILE,
     PREDICTIONS_FILE,
     THUMBNAILS_FOLDER,
+    complete,
+    json_object,
 )
-from mm.data.loader.quarantine import LEDGER
-from mm.data.records.record_name import BadSample
-from mm.errors import UserError
-from mm.files import complete, json_object
 
 CURVES = ("loss", "lr", "grad_norm", "step_seconds", "tokens_per_second_per_device", "max_memory_bytes")
 """Fields of a step that have a curve."""

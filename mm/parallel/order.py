@@ -3,9 +3,20 @@
 Pure functions of counts, for the loop that runs the passes (``mm.parallel.pipeline.loop``), the simulation and the
 memory formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it
 with megatron's own tables.
+
+The timeline of a step: each stage runs its forward and backward steps in the order of ``mm.parallel.order``.
+
+A message leaves when its step ends, follows the one before it on its link, and takes no time of the stages: the engine
+starts sends and receives ahead.  The order of the steps does not depend on their costs, so many pipelines of one shape
+are simulated at once.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
 
 ChunkPass = tuple[int, int]
 """Microbatch and chunk."""
@@ -104,3 +115,154 @@ def in_flight(num_microbatches: int, stage: int, num_stages: int, num_chunks: in
         counts[chunk] += 1 if is_forward else -1
         if is_forward:
             yield tuple(counts)
+
+
+Number = TypeVar("Number", float, np.ndarray)
+
+
+@dataclass(frozen=True)
+class SlotCost:
+    """The cost of one microbatch in one slot: seconds, FLOPs, or any other measure of time."""
+
+    forward: float
+    backward: float
+    """0 if no gradient comes back; the stage does not wait for one then."""
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """How long the messages of one microbatch across one boundary are on their way, in the unit of the slots' costs."""
+
+    forward: float
+    backward: float
+
+
+FREE = MessageCost(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One step of a stage."""
+
+    is_forward: bool
+    microbatch: int
+    chunk: int
+    start: float
+    end: float
+
+
+def as_array(costs: Sequence[Sequence[SlotCost | MessageCost]]) -> np.ndarray:
+    """``costs[m][s]`` as float64 [2, num_microbatches, num_slots]: forward, backward."""
+    return np.array([[[one.forward for one in row] for row in costs],
+                     [[one.backward for one in row] for row in costs]]).reshape(2, len(costs), -1)
+
+
+def as_costs(costs: np.ndarray) -> list[list[SlotCost]]:
+    """The reverse of ``as_array`` for slots."""
+    return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
+
+
+def as_messages(costs: np.ndarray) -> list[list[MessageCost]]:
+    """The reverse of ``as_array`` for messages."""
+    return [[MessageCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
+
+
+def simulate(
+    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
+) -> list[list[TimedStep]]:  # fmt: skip
+    """The timeline of each stage.
+
+    ``costs[m][s]`` is the cost of microbatch m in slot s, in forward order of slots; ``messages[m][s]`` that of its
+    messages between slots s and s + 1, None if they take no time.
+    """
+    of_steps = as_array(costs)
+    ends = step_ends(of_steps, num_stages, None if messages is None else as_array(messages))
+    num_chunks = len(costs[0]) // num_stages
+    timeline = []
+    for stage in range(num_stages):
+        steps = []
+        for is_forward, (microbatch, chunk) in stage_steps(len(costs), stage, num_stages, num_chunks):
+            at = int(not is_forward), microbatch, chunk * num_stages + stage
+            end = float(ends[at])
+            steps.append(TimedStep(is_forward, microbatch, chunk, end - float(of_steps[at]), end))
+        timeline.append(steps)
+    return timeline
+
+
+def step_cost(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> float:
+    """The time from the first stage's start to the last stage's end."""
+    return float(step_ends(as_array(costs), num_stages).max())
+
+
+def even_step_cost(busy: Number, num_microbatches: Number, num_stages: int, num_chunks: int) -> Number:
+    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy``.
+
+    It is ``busy`` times (m + (p - 1) / v) / m, for m microbatches, p stages and v chunks (Megatron-LM,
+    arXiv:2104.04473, section 2.2).
+    """
+    return busy * (num_microbatches + (num_stages - 1) / num_chunks) / num_microbatches
+
+
+def step_costs(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
+    """``step_cost`` of many pipelines: float64 [num_pipelines].
+
+    ``costs``: float64 [2, num_microbatches, num_slots, num_pipelines]; ``messages`` the same with one slot fewer.
+    """
+    return step_ends(costs, num_stages, messages).max(axis=(0, 1, 2))
+
+
+def step_ends(costs: np.ndarray, num_stages: int, messages: np.ndarray | None = None) -> np.ndarray:
+    """When each step ends: float64, in the shape of ``costs``, which is as in ``step_costs``, or without its last
+    dimension for one pipeline.
+
+    A step begins when its stage is free and its input is there.  The input of a backward step is the next slot's
+    gradient.  In the last slot, and in a slot with no work in the backward pass, it is the slot's own forward step.
+    """
+    _, num_microbatches, num_slots, *pipelines = costs.shape
+    last, zeros = num_slots - 1, np.zeros(pipelines)
+    has_links = messages is not None and num_stages > 1
+    ends, arrived = np.zeros_like(costs), np.zeros_like(costs)
+    free, links = [zeros] * num_stages, [[zeros] * num_stages for _ in range(2)]
+    comes_back = costs[1] > 0
+    for is_backward, microbatch, slot in _schedule(num_microbatches, num_stages, num_slots // num_stages):
+        stage, ready = slot % num_stages, arrived[is_backward, microbatch, slot]
+        if is_backward:
+            own = ends[0, microbatch, slot]
+            ready = own if slot == last else np.where(comes_back[microbatch, slot], ready, own)
+        free[stage] = end = np.maximum(ready, free[stage]) + costs[is_backward, microbatch, slot]
+        ends[is_backward, microbatch, slot] = end
+        target = slot - 1 if is_backward else slot + 1
+        if not 0 <= target <= last:
+            continue
+        if has_links:
+            assert messages is not None, "checked above"
+            link = np.maximum(end, links[is_backward][stage]) + messages[is_backward, microbatch, min(slot, target)]
+            links[is_backward][stage] = end = link
+        arrived[is_backward, microbatch, target] = end
+    return ends
+
+
+@cache
+def _schedule(num_microbatches: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, int, int], ...]:
+    """Every step as (is_backward, microbatch, slot), each after all on which it depends, whatever the steps cost."""
+    last = num_stages * num_chunks - 1
+    queues = [stage_steps(num_microbatches, stage, num_stages, num_chunks) for stage in range(num_stages)]
+    numbers = [0] * num_stages
+    done, found = set[tuple[int, int, int]](), list[tuple[int, int, int]]()
+    while len(found) < 2 * num_microbatches * (last + 1):
+        before = len(found)
+        for stage, queue in enumerate(queues):
+            for is_forward, (microbatch, chunk) in queue[numbers[stage] :]:
+                slot = chunk * num_stages + stage
+                if is_forward:
+                    needed = (0, microbatch, slot - 1) if slot else None
+                else:
+                    needed = (1, microbatch, slot + 1) if slot < last else (0, microbatch, slot)
+                if needed is not None and needed not in done:
+                    break
+                one = int(not is_forward), microbatch, slot
+                done.add(one)
+                found.append(one)
+                numbers[stage] += 1
+        assert len(found) > before, "a schedule never waits for itself"
+    return tuple(found)

@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
 
-from mm.config.activations import RecomputeConfig
 from mm.config.data import DataConfig
-from mm.config.loss_unit import loss_problems
+from mm.config.flag_rules import loss_problems
+from mm.config.layers import RecomputeConfig
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.config.run import Run, parallel_problems
 from mm.plan.lists import Lists

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    from mm.progress import loading
+    from mm.console import loading
 
     place = list(words).index("--") if "--" in words else len(words)
     line, own = COMMANDS.find(words[:place])

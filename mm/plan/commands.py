@@ -11,12 +11,11 @@ import numpy as np
 
 from mm.config.run import Run, load_run
 from mm.cost.by_device import calibration_by_flops
-from mm.cost.calibration import read_calibration
+from mm.cost.calibration import calibration_for, read_calibration
 from mm.cost.costs import Cutting
 from mm.cost.predict import Predictor
 from mm.cost.workload import COUNTS, workload_of
 from mm.errors import UserError, printable
-from mm.plan.calibrated import calibration_for
 from mm.plan.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 from mm.plan.layouts import layouts, lengths_of
 from mm.plan.lists import rate_lists

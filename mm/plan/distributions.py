@@ -11,8 +11,8 @@ from dataclasses import fields
 import numpy as np
 
 from mm.batch import image_pairs, window_pairs
-from mm.data.lengths import Lengths
 from mm.data.media.image_patches import smart_resize
+from mm.data.sample import Lengths
 
 SEQ_LENGTH = 8192
 WINDOW = 8

@@ -1,24 +1,32 @@
-"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data."""
+"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data.
 
+Writes a layout to files that the trainer and its scripts read.
+"""
+
+import copy
+import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
+from mm.config.strict_json import read_json
 from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
-from mm.cost.calibration import Calibration
+from mm.cost.calibration import Calibration, calibration_for
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Gauge
-from mm.data.lengths import HasLengths
+from mm.data.sample import HasLengths
+from mm.device.device import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
-from mm.device.platforms import KNOWN_DEVICES
-from mm.errors import UserError, counted, nearest, printable, refuse
-from mm.plan.calibrated import calibration_for
+from mm.errors import UserError, counted, nearest, printable, refuse, writing
+from mm.files import write_whole
 from mm.plan.choices import (
     AS_GIVEN,
     ENCODERS,
@@ -35,8 +43,69 @@ from mm.plan.distributions import DISTRIBUTIONS, mixed
 from mm.plan.flags import LayoutFlags
 from mm.plan.lists import Lists
 from mm.plan.search import LayoutSearch, Planned, SearchResult
-from mm.plan.written import write_layout
 from mm.report import Report, Table
+
+_SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
+                   **{name: ("--data-parallel-sharding-strategy", name)
+                      for name in ("optim_grads", "optim_grads_params")}}  # fmt: skip
+
+
+def write_layout(folder: Path, best: Planned, given: Run) -> str:
+    """Write model.json, data.json and layout.sh into ``folder``; returns instructions for using them.
+
+    The JSON files are those of ``given`` with nothing but the layout changed.
+    """
+    run, folder = best.run, folder.absolute()
+    if run.global_batch_size % (run.args.micro_batch_size * run.dp_size):
+        raise UserError(f"--write: the training scripts need {run.global_batch_size} samples per step to be a multiple "
+                        f"of MBS x DP = {run.args.micro_batch_size} x {run.dp_size}; add --fix MBS=1, or call python "
+                        f"-m mm.train without a script")
+    model, data = (copy.deepcopy(read_json(path).root) for path in (given.args.mm_model, given.args.mm_data))
+    _set_layout(model, run)
+    if run.data != given.data:
+        data.setdefault("dataloader_param", {})["sampler_type"] = run.data.sampler_type
+        parameters = data.setdefault("dataset_param", {}).setdefault("basic_parameters", {})
+        parameters |= {"packing": run.data.packing, "truncation": run.data.truncation}
+    with writing(folder, "--write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (("model.json", model), ("data.json", data)):
+            write_whole(folder / name, (json.dumps(content, indent=4, ensure_ascii=False) + "\n").encode())
+        write_whole(folder / "layout.sh", _script(folder, run).encode())
+    return (f"Written   {folder}: model.json, data.json, layout.sh; train with: source "
+            f'{shlex.quote(str(folder / "layout.sh"))}; bash SCRIPT "${{LAYOUT_FLAGS[@]}}"')
+
+
+def _set_layout(model: dict[str, Any], run: Run) -> None:
+    """Set the lists, what becomes of activations, and the placement and batch of the encoder."""
+    sections = model["image_encoder"]["vision_encoder"], model["text_decoder"]
+    towers = run.model.vision, run.model.language
+    for section, values, tower in zip(sections, Lists.of(run.model).values(), towers, strict=True):
+        recompute, offload = tower.recompute, tower.offload
+        keys = {
+            "recompute_granularity": recompute.granularity, "recompute_method": recompute.method,
+            "recompute_num_layers": recompute.num_layers, "recompute_modules": list(recompute.modules) or None,
+            "cpu_offloading_activations": offload.activations, "cpu_offloading_num_layers": offload.num_layers,
+        }  # fmt: skip
+        for key in keys:
+            section.pop(key, None)
+        section |= {key: value for key, value in keys.items() if value is not None} | {"pipeline_num_layers": values}
+    if run.model.encodes_whole or "encoder_placement" in model:
+        model["encoder_placement"] = run.model.encoder_placement
+    if run.model.encoder_batch_microbatches > 1 or "encoder_batch_microbatches" in model:
+        model["encoder_batch_microbatches"] = run.model.encoder_batch_microbatches
+
+
+def _script(folder: Path, run: Run) -> str:
+    """The content of layout.sh: variables of the training scripts, and flags that have no variable."""
+    flags = [*["--sequence-parallel"] * run.args.sequence_parallel, *_SHARDING_FLAGS[run.args.sharding]]
+    variables = {
+        "TP": run.tp_size, "PP": run.num_stages, "CP": run.cp_size, "MBS": run.args.micro_batch_size,
+        "GBS": run.global_batch_size, "MM_MODEL": folder / "model.json", "MM_DATA": folder / "data.json",
+    }
+    lines = [f"export {name}={shlex.quote(str(value))}" for name, value in variables.items()]
+    return "\n".join([f"# {run.world_size} ranks: NNODES x NPUS_PER_NODE must be {run.world_size}.", *lines,
+                      f"LAYOUT_FLAGS=({' '.join(flags)})", ""])
+
 
 NUM_SAMPLES = 20_000
 """Samples drawn from the distributions of ``--lengths``."""

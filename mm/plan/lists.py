@@ -15,11 +15,11 @@ import numpy as np
 
 from mm.config.model import ModelConfig
 from mm.config.run import Run
+from mm.console import ongoing
 from mm.cost.predict import Predictor
 from mm.cost.stage_memory import PeakMemory
 from mm.cost.workload import Workload
 from mm.placement import PipelineLayout, Placement
-from mm.progress import ongoing
 
 LEAST_GAIN = 1e-4
 """A layer moves only if the step gets shorter by this share."""

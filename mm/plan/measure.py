@@ -3,12 +3,18 @@
 Layers run in chunks of the trainer, forward and backward, through megatron's DDP and into its gradient buffers.  A
 probe is a model of the run's widths on seven stages: three have layers alone, and the others one more kind of block
 each, whose time is what remains beside the layer.
+
+Times messages, sums and copies between the ranks of this job and their hosts.
+
+Microbatches of stated sizes for measurements: random tokens and pixels, of which only the sizes matter.
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -18,14 +24,27 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mm.batch import BatchTotals, Grid, Microbatch
+from mm.batch import IGNORE_INDEX, BatchTotals, Grid, Microbatch, Normalisation
 from mm.config.args import Arguments
 from mm.config.model import ModelConfig
-from mm.cost.calibration import BlockKey, BlockLaws, Calibration, Machine, MeasuredBlock
+from mm.console import Progress
+from mm.cost.calibration import (
+    BlockKey,
+    BlockLaws,
+    Calibration,
+    Law,
+    Machine,
+    MeasuredBlock,
+    Timed,
+    fitted,
+    relative_errors,
+    settings_of,
+)
 from mm.cost.costs import Cutting, block_keys
-from mm.cost.linear_costs import Law, Timed, fitted, relative_errors
 from mm.cost.workload import one_stage
 from mm.device.device import Device
+from mm.model.arithmetic import VideoTimes
+from mm.model.families import arithmetic_of
 from mm.model.flops import BlockPlace, blocks
 from mm.model.stage import Chunk, Stage
 from mm.parallel import mesh as parallel
@@ -34,15 +53,115 @@ from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
 from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline.p2p import message_shape, piece_shape
 from mm.parallel.zero import reduction
-from mm.plan.calibrated import settings_of
-from mm.plan.links import all_reduce_laws, host_bytes_per_second, mean_of_ranks, message_law, seconds_of
-from mm.plan.samples import random_microbatch
-from mm.progress import Progress
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import update
-from mm.weights.optimizer_groups import group_of
 from mm.weights.table import Place
-from mm.weights.trained import GradientPath, is_frozen
+from mm.weights.trained import GradientPath, group_of, is_frozen
+
+_NUM_LINK_REPEATS = 9
+_BYTES = (4 << 10, 256 << 10, 2 << 20, 16 << 20)
+_COPIED_BYTES = 64 << 20
+
+
+def seconds_of(
+    device: Device, mesh: Mesh, work: Callable[[], object] | None, num_repeats: int = _NUM_LINK_REPEATS
+) -> float:
+    """The median of ``num_repeats`` calls of ``work`` that all ranks begin together, after one that warms up; the mean
+    of the ranks, except those whose ``work`` is None."""
+    seconds: list[float] = []
+    for _ in range(num_repeats + 1):
+        dist.barrier()
+        device.runtime.synchronize()
+        marks = [device.runtime.mark()]
+        if work is not None:
+            work()
+        marks.append(device.runtime.mark())
+        device.runtime.synchronize()
+        began, ended = device.runtime.seconds_of(marks)
+        seconds.append(ended - began)
+    return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
+
+
+def mean_of_ranks(seconds: float | None, mesh: Mesh) -> float:
+    """The mean of what the ranks have measured; a rank that has measured nothing gives None."""
+    totals = torch.tensor([0.0, 0.0] if seconds is None else [seconds, 1.0], dtype=torch.float64)
+    dist.all_reduce(totals, group=mesh.control_group)
+    total, num_ranks = totals.tolist()
+    return total / num_ranks
+
+
+def message_law(device: Device, mesh: Mesh) -> Law | None:
+    """One message from a rank to the next, by bytes; None with one rank."""
+    if mesh.world_size == 1:
+        return None
+    other = mesh.rank ^ 1
+
+    def there_and_back(tensor: torch.Tensor) -> None:
+        for is_sender in (mesh.rank % 2 == 0, mesh.rank % 2 == 1):
+            (dist.send if is_sender else dist.recv)(tensor, other)
+
+    return _law_by_bytes(device, mesh, there_and_back if other < mesh.world_size else None) * 0.5
+
+
+def all_reduce_laws(device: Device, mesh: Mesh) -> dict[int, Law]:
+    """The sum over a group, by bytes, for every group size that is a power of two, and for the whole world."""
+    found = {}
+    for size in sorted({mesh.world_size, *(1 << power for power in range(1, mesh.world_size.bit_length()))} - {1}):
+        groups = [list(range(first, first + size)) for first in range(0, mesh.world_size - size + 1, size)]
+        group, _ = dist.new_subgroups_by_enumeration(groups, timedelta(minutes=5))
+        assert not isinstance(group, int), "torch gives a number only to ranks outside of a group"
+        found[size] = _law_by_bytes(device, mesh, None if group is None else partial(dist.all_reduce, group=group))
+        if group is not None:
+            dist.destroy_process_group(group)
+    return found
+
+
+def host_bytes_per_second(device: Device, mesh: Mesh) -> float:
+    """Bytes per second copied from pinned memory of the host while all ranks copy."""
+    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device.torch_device)
+    source = device.runtime.pin(torch.ones(_COPIED_BYTES, dtype=torch.uint8))
+    return _COPIED_BYTES / seconds_of(device, mesh, lambda: target.copy_(source, non_blocking=True))
+
+
+def _law_by_bytes(device: Device, mesh: Mesh, work: Callable[[torch.Tensor], object] | None) -> Law:
+    """The law of ``work``, which is None on the ranks that have no part in it, on tensors of several sizes."""
+    times = []
+    for num_bytes in _BYTES:
+        tensor = torch.zeros(num_bytes // 4, device=device.torch_device)
+        times.append(Timed(num_bytes, 0.0, seconds_of(device, mesh, None if work is None else partial(work, tensor))))
+    return fitted(times)
+
+
+_NORMALISATION = Normalisation(255.0, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+_FIRST_IDS = 16
+"""Text has ids below this: every vocabulary has them, and no control token is among them."""
+
+
+def random_microbatch(model: ModelConfig, samples: Sequence[tuple[Sequence[Grid], int]]) -> Microbatch:
+    """Pack ``samples``: the grids of each one's images, and the number of text tokens, all targets, that follow."""
+    generator = torch.Generator().manual_seed(len(samples))
+    merge_size, start = model.vision.spatial_merge_size, model.vision_start_token_id
+    token_ids, labels, positions = [], [], []
+    for grids, num_text_tokens in samples:
+        images = [torch.tensor([start, *[model.image_token_id] * (math.prod(grid) // merge_size**2)])
+                  for grid in grids]
+        text = torch.randint(0, _FIRST_IDS, (num_text_tokens,), generator=generator)
+        ids = torch.cat([*images, text])
+        num_image_tokens = len(ids) - num_text_tokens
+        token_ids.append(ids)
+        labels.append(torch.cat([torch.full((num_image_tokens,), IGNORE_INDEX), text.roll(-1)]))
+        positions.append(arithmetic_of(model).positions(
+            ids, tuple(grids), model.image_token_id, start, merge_size,
+            VideoTimes(model.video_token_id, model.vision.tokens_per_second, (None,) * len(grids))))
+    all_grids = tuple(grid for grids, _ in samples for grid in grids)
+    shape = sum(map(math.prod, all_grids)), model.vision.patch_elements
+    return Microbatch(
+        token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, dim=1),
+        segment_lengths=tuple(map(len, token_ids)), image_grids=all_grids,
+        pixel_values=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) if all_grids else None,
+        normalisations=(_NORMALISATION,) * len(all_grids),
+    )
+
 
 NUM_ROUNDS = 3
 """Slots are measured in turn this often, and the median counts: a machine's speed changes within seconds."""

@@ -13,18 +13,18 @@ from functools import reduce
 from statistics import fmean
 
 from mm.config.run import Run
+from mm.console import Progress
 from mm.cost.calibration import Calibration
 from mm.cost.model_states import StageSize, stage_sizes
 from mm.cost.predict import Predictor, StepPrediction
 from mm.cost.stage_memory import ChunkSizes, PeakMemory
 from mm.cost.workload import COUNTS, Workload, sample_counts, workload_of
-from mm.data.lengths import HasLengths
+from mm.data.sample import HasLengths
 from mm.data.sampler.cost import SampleSizes
 from mm.data.sampler.sampler import PACKS_OF_STAGE, order_of, sampler_name
 from mm.errors import UserError
 from mm.plan.choices import RECOMPUTE, Choice
 from mm.plan.lists import Lists, best_lists, list_costs
-from mm.progress import Progress
 
 NUM_SEARCH_STEPS = 1
 """Steps that the search looks at: the same samples for every layout.  What it finds is predicted over more."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mm.config.flag_rules import is_due, validates
 from mm.config.run import Run
-from mm.config.validation import is_due, validates
 from mm.data.index.dataset import Dataset
 from mm.data.index.fingerprint import TrainedOn
 from mm.data.loader.broadcast import DataOwner

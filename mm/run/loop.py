@@ -1,38 +1,99 @@
-"""One rank's training run: everything it needs is built in order, and then its loop goes over the steps."""
+"""One rank's training run: everything it needs is built in order, and then its loop goes over the steps.
 
-from dataclasses import replace
+When a run stops before its last step: after a signal, or at ``--exit-duration-in-mins``.
+
+All ranks stop after the same step.  Each adds its votes to the numbers that the update sums over all ranks anyway, so
+the agreement costs no message: a signal that reaches one rank is enough, and clocks may differ.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from mm.batch import StepPlan
+from mm.config.flag_rules import asks
 from mm.config.run import Run
-from mm.config.validation import asks
-from mm.data.loader.feature_writer import FeatureKeeper
+from mm.console import ongoing
+from mm.data.loader.feature_writer import FeatureKeeper, vision_fingerprint
 from mm.device.device import Device
-from mm.errors import AgreedError
+from mm.errors import AgreedError, Stopped
 from mm.lock import Claim
-from mm.model.fingerprint import vision_fingerprint
 from mm.model.layers.dropout import seed_of
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.health.watchdog import Watchdog
 from mm.parallel.mesh import Mesh
-from mm.process import StopSignals
-from mm.progress import ongoing
+from mm.process import STOPPING, StopSignals, shown, status_after
 from mm.run.checkpoint.disks import find_disks
 from mm.run.checkpoint.save import Saver
 from mm.run.feed import Feed, open_feed
 from mm.run.optim.update import Ballot
 from mm.run.progress import StepResult, say_on_last_rank
-from mm.run.questions import QuestionSet
 from mm.run.sources import Checked
 from mm.run.start import exportable, of_first_rank, open_sources, start
 from mm.run.step import step
-from mm.run.stopping import Stop, Stopping, stop_text
-from mm.run.validation import Validator
+from mm.run.validation import QuestionSet, Validator
 from mm.run.watch.recorder import Profile, Timers
 from mm.run.watch.reporter import Reporter
 from mm.run.watch.step_timing import StepTiming
 from mm.run.watch.watcher import Watch, Watcher
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to stop after a step."""
+
+    cause: str
+    """What the user or the scheduler did."""
+    status: int
+    """Exit status of the run."""
+
+
+_STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), Stop("--exit-duration-in-mins", 0))
+"""One vote for each."""
+
+
+class Stopping:
+    """This rank's votes on whether to stop, and what all ranks have decided."""
+
+    def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
+        """``saves``: a stop after a step saves a checkpoint; otherwise a signal ends the run within a step."""
+        self.stop: Stop | None = None
+        """Why the run stops; the same on all ranks."""
+        self._signals, self._saves = signals, saves
+        self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Guard the steps: a signal waits for the end of a step.
+
+        If one came too late for this run's last step to see it, Stopped is raised at the end.
+        """
+        if not self._saves:
+            yield
+            return
+        with self._signals.deferred():
+            yield
+        if self.stop is None and self._signals.received is not None:
+            raise Stopped(self._signals.received)
+
+    def votes(self) -> list[bool]:
+        """This rank's votes."""
+        has_signal = [self._signals.received == number for number in STOPPING]
+        return [*has_signal, self._until is not None and time.monotonic() >= self._until]
+
+    def decide(self, sums: Sequence[float]) -> None:
+        """Set ``stop`` from the votes of all ranks, summed."""
+        self.stop = next((stop for stop, count in zip(_STOPS, sums, strict=True) if count), None)
+
+
+def stop_text(stop: Stop, iteration: int, train_iters: int, save: str | None) -> str:
+    """Where the run has stopped, and how to go on."""
+    kept = "nothing is kept, because there is no --save" if save is None else f"continue from it with --load {save}"
+    return f"stopped by {stop.cause} after iteration {iteration} of {train_iters}: {kept}"
+
 
 _FIRST_STEP = "the first step, in which kernels are compiled and the data workers start"
 

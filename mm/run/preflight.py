@@ -16,29 +16,27 @@ from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters
 from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name
-from mm.config.dataset_files import training_files, validation_files
+from mm.config.data import training_files, validation_files
 from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import step_problems
-from mm.config.outputs import folder_problems
 from mm.config.run import Run
+from mm.console import Progress
 from mm.data.encode.encoder import image_processor
-from mm.data.index.dataset import Dataset, datasets, notes_of
+from mm.data.index.dataset import Dataset, Split, datasets, notes_of
 from mm.data.index.fingerprint import TrainedOn
 from mm.data.index.measure import Gauge
-from mm.data.index.sample_files import Split
 from mm.data.loader.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.data.sampler.sampler import order_description
 from mm.errors import UserError, collected, counted
+from mm.files import folder_problems
 from mm.generation.prompts import encoder_for_prompts
-from mm.progress import Progress
 from mm.run.schedule import scheduled, with_steps
 from mm.run.sources import Checked, Questions, Samples, Sources, open_start, save_problems
-from mm.run.watch.trackers import tracker_problems
+from mm.run.watch.metrics import tracker_problems
 from mm.scoring.questions import read_items
 from mm.weights.adapters import adapter_problems
-from mm.weights.optimizer_groups import group_problems
-from mm.weights.trained import feature_cache_problems, freeze_problems, lacks_adapters
+from mm.weights.trained import feature_cache_problems, freeze_problems, group_problems, lacks_adapters
 
 _NUM_COMPARED = 100
 """Number of samples whose image sizes are compared for the note."""

@@ -17,9 +17,8 @@ from mm.config.run import Run
 from mm.cost.layer_memory import WIDTHS
 from mm.cost.model_states import stage_sizes
 from mm.cost.stage_memory import activation_bytes_on_host
-from mm.device.facts import installed_versions
+from mm.device.device import PLATFORMS, installed_versions
 from mm.device.platform import MachineFinding
-from mm.device.platforms import PLATFORMS
 from mm.environment import Launched, declared, installed, is_outside
 from mm.errors import counted
 from mm.process import open_file_limit

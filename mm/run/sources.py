@@ -11,16 +11,14 @@ from pathlib import Path
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.merge_lora import holds_adapters, open_adapters, open_base
 from mm.checkpoint.peft import is_peft_directory
-from mm.checkpoint.qkv_order import QkvOrder
 from mm.checkpoint.saved_steps import newest_checkpoint, run_id_of, run_ids, stated
-from mm.checkpoint.source import Kind, Source, find_kind, holds_nothing, open_to_train
+from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, holds_nothing, open_to_train
 from mm.checkpoint.training_files import tidy
 from mm.config.args import Arguments
 from mm.config.run import Run
 from mm.data.encode.encoder import SampleEncoder
-from mm.data.index.dataset import Dataset, datasets
+from mm.data.index.dataset import Dataset, Split, datasets
 from mm.data.index.measure import Gauge
-from mm.data.index.sample_files import Split
 from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.run.schedule import Schedule

@@ -14,8 +14,8 @@ from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.merge_lora import check_base
 from mm.checkpoint.saved_steps import find_checkpoint
 from mm.checkpoint.source import Kind
-from mm.config.rank_agreement import with_own_paths
-from mm.config.run import Run
+from mm.config.run import Run, with_own_paths
+from mm.console import ongoing
 from mm.errors import naming, refuse
 from mm.files import wait_until_visible
 from mm.model import load
@@ -23,7 +23,6 @@ from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.megatron import DTYPES
 from mm.parallel.mesh import Mesh
-from mm.progress import ongoing
 from mm.run.checkpoint import restore as state
 from mm.run.checkpoint.disks import Disks
 from mm.run.progress import Say, TrainingProgress

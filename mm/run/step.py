@@ -21,8 +21,7 @@ from mm.parallel.zero.zero2_schedule import Reductions
 from mm.parallel.zero.zero3_schedule import UnitPasses
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import StepResult, update
-from mm.weights.optimizer_groups import group_of
-from mm.weights.trained import is_frozen
+from mm.weights.trained import group_of, is_frozen
 
 
 @dataclass(frozen=True)

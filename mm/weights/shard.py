@@ -3,10 +3,17 @@
 Files have the shape of ``local_shape``: an ffn of 3420 columns is 3420 wide, or 855 on each of 4 ranks.  Rows of 855
 16-bit numbers cannot be loaded 16 bytes at a time, so in memory each rank pads its 855 columns to 864.  The padding is
 zero, gets zero gradients and stays zero.
+
+Which of the ranks that hold the same weights reads each one.
+
+One rank reads a weight and the others get it from there, so a model is read once, however many replicas train it.
+Pure: opens no file.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,3 +100,22 @@ class MemoryLayout:
     def pad_whole(self, shard: Tensor) -> Tensor:
         """The parameter that holds ``shard``."""
         return self.pad(shard.reshape(-1), 0, math.prod(self.shape)).reshape(self.shape)
+
+
+def readers(num_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """The rank that reads each weight, chosen so that all ranks read about as much; every rank gets the same answer.
+
+    ``num_bytes`` is the size of each weight.  The rule is greedy: the largest weight goes first, and each goes to the
+    rank that reads least so far.  So the loads of two ranks differ by no more than the largest weight.  Ties go to
+    ranks that are far apart, because neighbours share a host and its path to the disk.
+    """
+    # Reversing the bits of the ranks gives such an order: 0, 4, 2, 6, 1, 5, 3, 7.  The sorted list is already a heap.
+    bits = (num_ranks - 1).bit_length()
+    apart = sorted(range(num_ranks), key=lambda rank: f"{rank:0{bits}b}"[::-1])
+    loads = [(0, place) for place in range(num_ranks)]
+    chosen = [0] * len(num_bytes)
+    for number in sorted(range(len(num_bytes)), key=lambda number: -num_bytes[number]):
+        load, place = loads[0]
+        chosen[number] = apart[place]
+        heapreplace(loads, (load + num_bytes[number], place))
+    return tuple(chosen)

@@ -5,12 +5,15 @@ spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
 Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.checkpoint.mindspeed_layout``
 has its local ones).  Hugging Face names are the published ones, from the model's family.
+
+Which slot of a placement owns which weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from mm.config.layers import layers_in
 from mm.config.model import LanguageConfig, ModelConfig, Tower
 from mm.errors import UserError
 from mm.families.family import LayerNames
+from mm.placement import StageSpec
 from mm.weights.names import ALL_LINEAR, chosen, is_target, live_name, matches
 
 Names = tuple[str, ...]
@@ -385,3 +389,29 @@ def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> 
 
 def _zero_pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, size - tensor.shape[dim]))
+
+
+@cache
+def weights_by_place(model: ModelConfig) -> Mapping[tuple[Place, int | None], tuple[Weight, ...]]:
+    """``model_weights`` by place and layer, in model order."""
+    return {place: tuple(weights)
+            for place, weights in groupby(model_weights(model), key=lambda one: (one.place, one.layer))}
+
+
+def stage_weights(model: ModelConfig, spec: StageSpec) -> tuple[Weight, ...]:
+    """The weights that the slot ``spec`` owns, in model order.
+
+    In a tied model whose embedding and head live in different slots, the head's slot also owns
+    ``text_decoder.output_layer.weight``: a copy of the embedding, read from the embedding's Hugging Face tensor.
+    """
+    owned = [weight for place, weights in weights_by_place(model).items() if owns(spec, *place) for weight in weights]
+    if spec.has_head and model.language.tied and not spec.has_embedding:
+        copy = vocabulary(model.language, Place.HEAD, OUTPUT_LAYER_NAME, model.family.weights.embedding_weight)
+        owned.append(replace(copy, is_tied_copy=True))
+    return tuple(owned)
+
+
+def owns(spec: StageSpec, place: Place, layer: int | None) -> bool:
+    """Whether the slot ``spec`` holds a place of the model."""
+    owned = getattr(spec, place.value)
+    return owned if layer is None else layer in owned

@@ -18,8 +18,7 @@ from mm.checkpoint.source import open_source, open_to_train
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.placed import stage_weights
-from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, shard
+from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, shard, stage_weights
 from tests import tiny
 from tests.checkpoint.test_hf_config import flat
 from tests.saved_hf import as_single_file, cast, save, weight_files
@@ -114,7 +113,7 @@ def test_a_base_without_weights_gives_shards_of_limited_size(saved, copy, tmp_pa
     hf = HFDirectory.open(saved)
     rewritten(saved, copy, tmp_path / "one")
     assert list(weight_files(tmp_path / "one")) == ["model.safetensors"]
-    monkeypatch.setattr("mm.checkpoint.hf_target._SHARD_BYTES", 50_000)
+    monkeypatch.setattr("mm.checkpoint.hf._SHARD_BYTES", 50_000)
     rewritten(saved, copy, tmp_path / "many")
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3

@@ -47,7 +47,7 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
 
     base = without_weights(saved, tmp_path / "base")
     (base / "config.json").write_text(json.dumps(FORMS[form](HFDirectory.open(saved).config)))
-    monkeypatch.setattr("mm.checkpoint.hf_target._SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr("mm.checkpoint.hf._SHARD_BYTES", shard_bytes)
     convert.mm_to_hf(mm, base, tmp_path / "out").run(ONE_WORKER)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     for file in files:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.checkpoint.host_copies import places_in_segments
+from mm.checkpoint.pipelined_write import places_in_segments
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=60))

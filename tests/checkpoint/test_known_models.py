@@ -11,7 +11,7 @@ from mm.checkpoint.mindspeed_layout import Storage
 from mm.checkpoint.source import open_source
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
-from mm.families.qwen2_5_vl.config_json import published_config
+from mm.families.qwen2_5_vl import published_config
 from mm.weights.table import model_weights
 from tests.files import EXAMPLES
 from tests.mm_convert.models import write_sparse_mm

@@ -11,8 +11,7 @@ from mm.checkpoint import convert
 from mm.checkpoint.convert import Options
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed_layout import Format, Storage
-from mm.checkpoint.qkv_order import QkvOrder
-from mm.checkpoint.source import open_to_train
+from mm.checkpoint.source import QkvOrder, open_to_train
 from mm.weights.table import model_weights
 from tests.mm_convert.models import SmallModel, files, run
 

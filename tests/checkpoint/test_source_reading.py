@@ -21,9 +21,8 @@ from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
 from mm.checkpoint.source import open_source, open_to_train
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
-from mm.families.qwen2_5_vl.config_json import published_config
-from mm.weights.placed import stage_weights
-from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard
+from mm.families.qwen2_5_vl import published_config
+from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
 from tests.files import EXAMPLES
 from tests.mm_convert.models import SmallModel, layouts, small_models, write_sparse_mm
 

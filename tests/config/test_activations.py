@@ -1,6 +1,6 @@
 """How towers keep activations: from the model JSON, and from flags where that says nothing."""
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from tests.config.test_model import LANGUAGE, VISION, model
 from tests.config.test_run import load
 

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.data import Attributes, DataConfig
-from mm.config.dataset_files import DatasetFile, training_files, validation_files
+from mm.config.data import Attributes, DataConfig, DatasetFile, training_files, validation_files
 from mm.errors import UserError
 
 ATTR = Attributes(messages="messages", images="images")

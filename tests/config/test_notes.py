@@ -2,7 +2,7 @@
 
 import pickle
 
-from mm.config.notes import NoEffect, notes_at_start, sorted_notes
+from mm.errors import NoEffect, notes_at_start, sorted_notes
 
 IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
 

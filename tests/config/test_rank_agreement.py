@@ -5,8 +5,7 @@ from pathlib import Path
 
 from mm.config.args import Arguments
 from mm.config.data import DataConfig
-from mm.config.rank_agreement import shared_settings
-from mm.config.run import load_run
+from mm.config.run import load_run, shared_settings
 from mm.config.schema import LOCAL, fields_of
 from tests.tiny_inputs import flags_of, write_inputs
 

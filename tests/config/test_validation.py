@@ -2,7 +2,7 @@
 
 import pytest
 
-from mm.config.validation import asks, is_due, validates
+from mm.config.flag_rules import asks, is_due, validates
 from tests.config.test_run import load, problems
 
 VAL_RATE = {"dataset_param.basic_parameters.val_rate": 0.25}

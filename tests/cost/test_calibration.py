@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.cost.calibration import Network
-from mm.cost.comm_costs import all_reduce_law, message_law
-from mm.cost.linear_costs import Law, Timed, fitted, relative_errors
+from mm.cost.calibration import Law, Network, Timed, fitted, relative_errors
+from mm.cost.costs import all_reduce_law, message_law
 from mm.plan.measure import law_and_error
 from tests.cost.test_costs import by_flops
 from tests.tiny import our_config

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.batch import NO_SAMPLES, BatchTotals
-from mm.config.activations import RecomputeConfig
+from mm.config.layers import RecomputeConfig
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.cost.by_device import calibration_by_flops
@@ -18,7 +18,7 @@ from mm.cost.costs import WHOLE_LAYER, BlockCosts, Cutting, block_keys, laws_of
 from mm.cost.workload import counts_of
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, slot_flops
-from mm.parallel.simulation import as_costs
+from mm.parallel.order import as_costs
 from mm.weights.table import VISION_PLACES
 from tests.tiny import our_config
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.activations import RecomputeConfig
+from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes

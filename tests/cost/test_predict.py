@@ -12,15 +12,14 @@ from mm.config.args import parse
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
-from mm.cost.calibration import BlockLaws, Calibration, Network
-from mm.cost.linear_costs import Law
+from mm.cost.calibration import BlockLaws, Calibration, Law, Network
 from mm.cost.model_states import stage_sizes
 from mm.cost.predict import Predictor, StepPrediction
 from mm.cost.workload import Workload, counts_of
-from mm.data.sampler.pipeline_order import pipeline_order
+from mm.data.sampler.cost import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slot_flops
-from mm.parallel.simulation import step_cost
+from mm.parallel.order import step_cost
 from mm.weights.table import VISION_PLACES
 from tests.cost.test_costs import by_flops
 from tests.tiny import our_config

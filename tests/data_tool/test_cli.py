@@ -44,6 +44,6 @@ def test_training_uses_the_index_created_beforehand(inputs: Path, monkeypatch, c
     run = load_run(["--mm-model", str(EXAMPLES / "model_tiny.json"), "--mm-data", str(inputs / "data.json"),
                     "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3", "--seq-length", "64",
                     "--log-dir", str(inputs / "logs")], 2, {})
-    monkeypatch.delattr("mm.data.index.sample_files.make_index")
+    monkeypatch.delattr("mm.data.index.dataset.make_index")
     assert check(run).problems == []
     assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 2

@@ -11,7 +11,7 @@ from mm.batch import IGNORE_INDEX
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.media.image_patches import ImageProcessor
-from mm.data_tool.show import Shown
+from mm.data_tool.commands import Shown
 from tests.data.oracle import PREPROCESSOR, RECORDS
 
 

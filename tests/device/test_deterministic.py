@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mm.device.cuda import CUDA
-from mm.device.deterministic import make_deterministic
 from mm.device.device import Device
+from mm.device.platform import make_deterministic
 from mm.errors import UserError
 from tests.devices import platform_of
 

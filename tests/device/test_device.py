@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from mm.device.cpu import CPU_SHIMS
-from mm.device.device import Device
-from mm.device.facts import device_facts
-from mm.device.platforms import PLATFORMS, usable_platform
+from mm.device.device import PLATFORMS, Device, device_facts, usable_platform
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
 from tests.devices import kernels_of, platform_of
@@ -92,7 +90,7 @@ for shim in NPU_SHIMS:
         owner = getattr(owner, name)
     assert owner is shim.replacement and len(shim.reason) > 10, shim.target
 x = torch.ones(2, device=device.torch_device)
-from mm.device.facts import device_facts
+from mm.device.device import device_facts
 assert torch.npu.is_jit_compile_false() and device_facts(device, None)["switches"] == {"jit_compile": False}
 torch.npu.get_device_name = lambda device=None: "Ascend310P3"
 try:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mm.device.cpu import CPU
-from mm.device.device import Device
-from mm.device.facts import device_facts, sdpa_backend
+from mm.device.device import Device, device_facts, sdpa_backend
 from mm.device.npu import NPU
 from tests.devices import kernels_of
 

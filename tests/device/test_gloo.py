@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from mm.device import gloo
+from mm.device import shims
 from tests.files import ROOT
 
 
@@ -26,7 +26,7 @@ def test_only_the_number_of_workers_differs(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     if not interfaces:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    ours, torchs = (_options(make) for make in (gloo.with_one_worker, gloo._make))
+    ours, torchs = (_options(make) for make in (shims.with_one_worker, shims._make))
     assert ours == (1, num_interfaces, timedelta(minutes=3))
     assert torchs == (2 * num_interfaces, num_interfaces, timedelta(minutes=3))
 
@@ -53,7 +53,7 @@ os._exit(sys.stdout.flush() or 0)
 
 
 def test_only_gloos_report_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    with gloo._without_report():
+    with shims._without_report():
         os.write(1, b"before\n[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : "
                     b"1\n[Gloo] Rank 0 is NOT connected to: [1]\nwith no end")
     os.write(1, b", and more")
@@ -63,12 +63,12 @@ def test_only_gloos_report_is_dropped(capfd: pytest.CaptureFixture[str]) -> None
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,none0")
     with pytest.raises(RuntimeError, match="none0"):
-        _options(gloo.with_one_worker)
+        _options(shims.with_one_worker)
 
 
 def test_torch_2_15_asks_for_a_group_with_another_argument() -> None:
     """As its own ``init_process_group`` does, whatever the value."""
-    assert _options(gloo.with_one_worker, enable_reconfigure=False)[0] == 1
+    assert _options(shims.with_one_worker, enable_reconfigure=False)[0] == 1
 
 
 def _options(make: object, **more: bool) -> tuple[int, int, timedelta]:

@@ -8,19 +8,18 @@ from typing import get_args
 
 import pytest
 
-from mm.config.choices import DeviceName
-from mm.device import platforms
+from mm.config.args import DeviceName
+from mm.device import device as platforms
 from mm.device.accelerator import AcceleratorRuntime
 from mm.device.cpu import CPU
-from mm.device.device import Device
+from mm.device.device import PLATFORMS, Device
 from mm.device.kernels import Kernels
 from mm.device.platform import Platform, Runtime
-from mm.device.platforms import PLATFORMS
 from mm.errors import UserError
 from tests.test_layering import our_imports, sources
 
 OWN_FILES = frozenset(f"mm.device.{platform.name}" for platform in PLATFORMS)
-WHERE_IT_IS_PICKED = "mm.device.platforms"
+WHERE_IT_IS_PICKED = "mm.device.device"
 NAMES = frozenset(platform.name for platform in PLATFORMS)
 ASKS_FOR_THE_KIND = re.compile(r"(.*\.)?device\.(platform\.name|kind|type)|(.*\.)?platform\.name")
 """What a comparison would look at, as source."""

@@ -6,8 +6,8 @@ import pytest
 
 from mm.device.cpu import CPU
 from mm.device.cuda import CUDA, refuse_old_cuda, refuse_old_torch
+from mm.device.device import known_device, peak_flops, peak_notes
 from mm.device.npu import NPU, refuse_old_npu
-from mm.device.platforms import known_device, peak_flops, peak_notes
 from mm.errors import UserError
 from tests.files import ROOT
 

@@ -5,9 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mm.device import npu, partial_attention
-from mm.device.attention import Segments
-from mm.device.partial_attention import PLAIN, Pairs, PartialAttention
+from mm.device import attention, npu
+from mm.device.attention import PLAIN, Pairs, PartialAttention, Segments
 from tests.devices import kernels_of
 
 CUDA, NPU = (kernels_of(name).partial_attention for name in ("cuda", "npu"))
@@ -80,7 +79,7 @@ def test_parts_of_attention(drawn, causal, num_heads, seed, npu, torch_npu) -> N
 
 
 def test_long_segments_are_done_some_queries_at_a_time(monkeypatch) -> None:
-    monkeypatch.setattr(partial_attention, "MAX_SCORE_ROWS", 3)
+    monkeypatch.setattr(attention, "MAX_SCORE_ROWS", 3)
     for causal in (False, True):
         assert_is_part(PLAIN, pairs_of([(7, 5), (4, 6)], causal), (4, 2), seed=0)
 

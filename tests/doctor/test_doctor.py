@@ -26,8 +26,7 @@ from mm.doctor.machine import (
     temporary_findings,
     variable_findings,
 )
-from mm.doctor.rank import _different
-from mm.doctor.step import GOLDEN
+from mm.doctor.rank import GOLDEN, _different
 from mm.doctor.trial import FOUND, TrialNode, begun_file, cause, environment, trial_findings
 from mm.environment import VERSION
 from tests.files import ROOT
@@ -38,7 +37,7 @@ PACKAGES = """
 import json, sys
 sys.path.remove("")  # as in a command, the current folder is not on the path
 from dataclasses import asdict
-from mm.doctor.packages import package_findings
+from mm.doctor.machine import package_findings
 print(json.dumps([asdict(one) for one in package_findings()]))
 """
 

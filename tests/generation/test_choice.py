@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from mm.config.generate import Decoding
-from mm.generation.choice import drawn_number, next_tokens, penalized, probabilities
+from mm.generation.decode import drawn_number, next_tokens, penalized, probabilities
 
 VOCABULARY = 50
 

@@ -7,9 +7,9 @@ import pytest
 
 from mm.config.model import read_model
 from mm.errors import UserError
-from mm.generation.layout import even_lists, placed
+from mm.generation.source import even_lists, placed
 from mm.placement import layout_problems
-from mm.weights.placed import stage_weights
+from mm.weights.table import stage_weights
 from tests.test_examples import EXAMPLES
 from tests.tiny import our_config
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig, read_model
 from tests.files import EXAMPLES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint.diff import DiffReport, diff_directories
+from checkpoint.verify import DiffReport, diff_directories
 from mm.checkpoint import convert, training_manifest
 from mm.checkpoint import training_files as writer
 from mm.checkpoint.convert import Options

@@ -13,10 +13,10 @@ import pytest
 
 from checkpoint.verify import verify_directory
 from mm.checkpoint import convert
-from mm.checkpoint.atomic import MEGATRON_MODES, unfinished
 from mm.checkpoint.convert import Conversion, Options
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.saved_steps import MEGATRON_MODES, unfinished
 from mm.errors import UserError
 from tests.mm_convert.models import SmallModel, files
 

@@ -13,7 +13,7 @@ from mm.checkpoint.hf_config import model_from_hf
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
 from mm.config.model import ModelConfig
-from mm.families.qwen2_5_vl.config_json import published_config
+from mm.families.qwen2_5_vl import published_config
 from tests.mm_convert.models import write_sparse_hf, write_sparse_mm
 
 NAME = "Qwen2.5-VL-{}-Instruct"

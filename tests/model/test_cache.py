@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mm.device.attention import Segments
 from mm.device.cpu import cpu_attention
-from mm.model.cache import KeyValueCache, Places, attend_to_kept
+from mm.model.layers.attention import KeyValueCache, Places, attend_to_kept
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import Tensor
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
-from mm.model import host_activations
-from mm.model.host_activations import HostActivations, HostPages, LayerActivations, on_pages
+from mm.model import recompute
+from mm.model.recompute import HostActivations, HostPages, LayerActivations, on_pages
 from tests.stand_ins.late import late_device
 
 PAGE_BYTES, ROWS, WIDTH = 1024, 24, 16
@@ -25,8 +25,8 @@ LAYER_BYTES = ROW_BYTES * (1 + 3 + 1 + 1)
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_activations, "PAGE_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(host_activations, "SEGMENT_BYTES", 16 * PAGE_BYTES)
+    monkeypatch.setattr(recompute, "PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(recompute, "SEGMENT_BYTES", 16 * PAGE_BYTES)
 
 
 WEIGHTS = [torch.nn.Parameter(torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer)) / 4)
@@ -106,7 +106,7 @@ def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a layer's backward pass, its own activations and those of the layer before."""
     host, memories, found = HostActivations(late_device()), weakref.WeakSet[Any](), list[int]()
     after_output: list[int] = []
-    made, bring = host_activations._Memory.__init__, host.bring
+    made, bring = recompute._Memory.__init__, host.bring
 
     def counted(self: Any, tensor: Tensor) -> None:
         made(self, tensor)
@@ -119,7 +119,7 @@ def test_two_layers_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         bring(own)
         found.append(here())
 
-    monkeypatch.setattr(host_activations._Memory, "__init__", counted)
+    monkeypatch.setattr(recompute._Memory, "__init__", counted)
     monkeypatch.setattr(host, "bring", watched)
     one, other = (Pass(host, torch.randn(ROWS, WIDTH), 4) for _ in range(2))
     assert here() == LAYER_BYTES  # the last one has not left

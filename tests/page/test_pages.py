@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mm.errors import UserError
 from mm.page.__main__ import main
-from mm.page.pages import run_page
-from mm.page.plot import MAX_BINS, binned
+from mm.page.pages import MAX_BINS, binned, run_page
 from mm.page.record import read_run
 from tests.browser import WIDTHS, content_width, needs_browser
 from tests.page.runs import FACTS, write_run

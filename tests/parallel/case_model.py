@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig, Rates
 from tests.parallel.cases import PROJECTOR_DECAY, PROJECTOR_LR, VISION_LR, Case
 from tests.tiny import our_config

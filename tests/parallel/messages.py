@@ -77,7 +77,7 @@ class _NotedWork:
 @contextmanager
 def recording(events: list[Event]) -> Iterator[None]:
     """Note every batch of messages of this rank's pipeline, and every wait for one."""
-    from mm.parallel.pipeline.messages import Batch
+    from mm.parallel.pipeline.p2p import Batch
 
     start = Batch.start
 

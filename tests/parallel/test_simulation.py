@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.parallel.order import stage_steps
-from mm.parallel.simulation import FREE, MessageCost, SlotCost, simulate, step_cost
+from mm.parallel.order import FREE, MessageCost, SlotCost, simulate, stage_steps, step_cost
 
 SECONDS = st.floats(0.1, 3.0)
 

@@ -12,9 +12,8 @@ import pytest
 
 from mm.config.run import load_run
 from mm.cost.by_device import calibration_by_flops
-from mm.cost.calibration import BlockLaws
+from mm.cost.calibration import BlockLaws, Law
 from mm.cost.costs import Cutting
-from mm.cost.linear_costs import Law
 from mm.plan import cli
 from tests.tiny_inputs import flags_of, run, write_inputs
 

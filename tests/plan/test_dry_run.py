@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from mm.config.activations import RecomputeConfig
 from mm.config.args import Arguments
 from mm.config.data import DataConfig
+from mm.config.layers import RecomputeConfig
 from mm.config.model import Rates, read_model
 from mm.config.run import Run
 from mm.cost.model_states import block_bytes, num_model_params, stage_sizes
 from mm.cost.stage_memory import TEXT, VISUAL, StageMemory, longest_microbatches, peaks
-from mm.device.platforms import KNOWN_DEVICES
+from mm.device.device import KNOWN_DEVICES
 from mm.plan.dry_run import stage_report
 from tests.files import EXAMPLES
 

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.config import args as arguments
-from mm.config.activations import RecomputeConfig
+from mm.config.layers import RecomputeConfig
 from mm.config.run import Run
-from mm.plan.dry_run import stage_report
-from mm.plan.memory_flags import CHANGES, Change, changed, cheapest_fits, peak_of
+from mm.plan.dry_run import CHANGES, Change, changed, cheapest_fits, peak_of, stage_report
 from tests.plan.test_dry_run import run_of
 
 GIB = 2**30

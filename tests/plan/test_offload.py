@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.run import Run
 from mm.cost.by_device import calibration_by_device
 from mm.cost.costs import HOST_BYTES_PER_SECOND, BlockCosts, Cutting, behind_link, exposed_layers, offloaded_bytes
 from mm.cost.memory import MicrobatchSizes
 from mm.cost.stage_memory import stage_memory
 from mm.cost.workload import counts_of
-from mm.device.platforms import KNOWN_DEVICES
+from mm.device.device import KNOWN_DEVICES
 from mm.weights.table import Place
 from tests.cost.test_costs import TEXT, TOTALS
 from tests.plan.test_dry_run import run_of

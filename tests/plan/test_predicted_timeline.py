@@ -6,12 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mm.cost.calibration import BlockLaws
-from mm.cost.linear_costs import Law
+from mm.cost.calibration import BlockLaws, Law
 from mm.cost.predict import Predictor
 from mm.cost.workload import COUNTS, Workload
 from mm.parallel.activity import Activity, Work
-from mm.plan.predicted_timeline import predicted_timeline, step_parts
+from mm.plan.reports import predicted_timeline, step_parts
 from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
 from tests.cost.test_costs import by_flops
 from tests.cost.test_predict import run_of

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm.config.activations import OffloadConfig, RecomputeConfig
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.run import Run, parallel_problems
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import BlockLaws, Calibration
 from mm.cost.predict import Predictor
 from mm.cost.stage_memory import PeakMemory
 from mm.cost.workload import workload_of
-from mm.device.platforms import KNOWN_DEVICES
+from mm.device.device import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
 from mm.plan.distributions import llava, mixed

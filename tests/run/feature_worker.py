@@ -18,7 +18,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from mm.config.run import load_run  # noqa: E402
-from mm.model.fingerprint import vision_fingerprint  # noqa: E402
+from mm.data.loader.feature_writer import vision_fingerprint  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.health.rendezvous import Rendezvous  # noqa: E402
 from mm.parallel.health.watchdog import Watchdog  # noqa: E402

@@ -24,7 +24,7 @@ UPDATE_TOLERANCE = 1e-5  # of the difference of two steps, by norm of each tenso
 
 
 def settings(name: str) -> tuple[float, float]:
-    """Learning rate and weight decay by weight name, computed independently of ``mm.weights.optimizer_groups``."""
+    """Learning rate and weight decay by weight name, computed independently of ``mm.weights.trained``."""
     if name.startswith("image_encoder.projector"):
         lr, decay = PROJECTOR_LR, PROJECTOR_DECAY
     elif name.startswith("image_encoder"):

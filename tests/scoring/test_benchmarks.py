@@ -3,8 +3,7 @@
 import pytest
 
 from mm.errors import UserError
-from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
-from mm.scoring.prompts import placed, prompt
+from mm.scoring.benchmarks import BENCHMARKS, Items, placed, prompt, read_benchmark
 from mm.scoring.tsv import Cell
 from tests.scoring.tables import encoded, write_table
 

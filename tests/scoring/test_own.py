@@ -8,7 +8,7 @@ from PIL import Image as Pillow
 
 from mm.data.sample import Image
 from mm.errors import UserError
-from mm.scoring.own import read_own
+from mm.scoring.questions import read_own
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm.scoring.page import report, results_page
-from mm.scoring.results import scored, summary
+from mm.scoring.results import report, results_page, scored, summary
 from tests.browser import WIDTHS, content_width, needs_browser
 from tests.page_reader import PageReader
 from tests.scoring.test_results import answers_of, items_of

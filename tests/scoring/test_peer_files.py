@@ -6,8 +6,7 @@ import json
 import openpyxl
 import pytest
 
-from mm.scoring.peer_files import workbook, write_peer_files
-from mm.scoring.results import scored
+from mm.scoring.results import scored, workbook, write_peer_files
 from tests.scoring.test_results import answers_of, items_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from mm.batch import BatchTotals
 from mm.errors import UserError
 from mm.parallel.activity import Activity, Work
-from mm.timeline.files import measured_steps, read_trace, trace, write_timeline
+from mm.timeline.picture import measured_steps, read_trace, trace, write_timeline
 from mm.timeline.spans import Moment, RankRecord
 from tests.timeline.records import record, records, timeline
 

@@ -8,9 +8,8 @@ import pytest
 from mm.config.args import parse
 from mm.config.model import ModelConfig, Rates
 from mm.weights.names import matches
-from mm.weights.optimizer_groups import Group, group_facts, group_of, group_problems, optimizer_groups
-from mm.weights.placed import stage_weights
-from mm.weights.table import OUTPUT_LAYER_NAME, model_weights
+from mm.weights.table import OUTPUT_LAYER_NAME, model_weights, stage_weights
+from mm.weights.trained import Group, group_facts, group_of, group_problems, optimizer_groups
 from tests.tiny import our_config
 
 ARGV = ["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "1",

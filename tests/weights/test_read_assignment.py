@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.weights.read_assignment import readers
+from mm.weights.shard import readers
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 70))

@@ -13,7 +13,6 @@ from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, Vision
 from mm.errors import UserError
 from mm.placement import layout_problems
 from mm.weights.names import live_name, published_name
-from mm.weights.placed import stage_weights
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -25,6 +24,7 @@ from mm.weights.table import (
     local_shape,
     model_weights,
     shard,
+    stage_weights,
     unshard,
 )
 from tests.saved_hf import Spelling, spell

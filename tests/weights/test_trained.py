@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig
-from mm.weights.placed import stage_weights
-from mm.weights.table import OUTPUT_LAYER_NAME, Place, model_weights
+from mm.weights.table import OUTPUT_LAYER_NAME, Place, model_weights, stage_weights
 from mm.weights.trained import GradientPath, feature_cache_problems, freeze_notes, freeze_problems, is_frozen
 from tests.tiny import our_config
 

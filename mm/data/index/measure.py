@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
+from mm.console import ongoing
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Media, Sample
 from mm.errors import UserError
@@ -26,7 +27,6 @@ from mm.families.family import Family
 from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic
 from mm.process import is_first_rank
-from mm.progress import ongoing
 
 ROW = np.dtype([
     ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("line", "<i4"),

@@ -25,7 +25,7 @@ from mm.config.model import ModelConfig
 from mm.data.loader.loader import ReadStep
 from mm.data.loader.quarantine import Quarantine
 from mm.data.records.record_name import BadSample
-from mm.data.sampler.pipeline_order import in_pipeline_order
+from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.model.flops import image_flops

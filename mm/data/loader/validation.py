@@ -13,11 +13,10 @@ import numpy as np
 from mm.config.run import Run
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Gauge
-from mm.data.lengths import HasLengths
 from mm.data.loader.loader import ReadStep, StepLoader
-from mm.data.sampler.balance import Sizes
+from mm.data.sample import HasLengths
+from mm.data.sampler.balance import Sizes, fullest_packs
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.pack import fullest_packs
 from mm.data.sampler.sample_stream import StepSamples
 from mm.data.sampler.sampler import budget_of
 from mm.parallel.context import deal

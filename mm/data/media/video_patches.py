@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mm.batch import Grid, Normalisation
 from mm.config.data import DataConfig
-from mm.data.media.animation import animation_header, is_animation
 from mm.data.media.frame_sampling import (
     Clock,
     FrameRule,
@@ -27,7 +26,7 @@ from mm.data.media.frame_sampling import (
 )
 from mm.data.media.image_decode import image_size, load_image
 from mm.data.media.image_patches import ImageProcessor, ResizeStep, llama_factory_steps, smart_resize
-from mm.data.media.video_decode import frames_of, missing_backend
+from mm.data.media.video_decode import animation_header, frames_of, is_animation, missing_backend
 from mm.data.media.video_header import Pixels, Wanted, read_header
 from mm.data.sample import Inline, Video
 from mm.data.workers import decoding

@@ -13,8 +13,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from mm.config.mindspeed import AUDIO, PREFERENCES, TOOLS
 from mm.config.schema import shown
-from mm.config.unsupported import AUDIO, PREFERENCES, TOOLS
 from mm.data.records.record_name import described
 from mm.data.sample import KINDS, Inline, Media
 from mm.errors import UserError, nearest

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from mm.config.data import Attributes
+from mm.config.mindspeed import TOOLS, TWO_COLUMNS
 from mm.config.schema import shown
-from mm.config.unsupported import TOOLS, TWO_COLUMNS
 from mm.data.records.content import (
     MEDIA,
     Content,

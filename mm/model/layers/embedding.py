@@ -13,7 +13,7 @@ from mm.config.model import LanguageConfig
 from mm.device.device import Device
 from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.vocabulary import VocabularyEmbedding
-from mm.model.parallel.exchange import Exchange
+from mm.model.parallel.ring import Exchange
 from mm.model.parallel.rows import Permutation, replace_rows
 from mm.model.parallel.sharded_rows import CutRows, gather_rows
 from mm.parallel.context import Context, Share

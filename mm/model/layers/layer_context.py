@@ -9,9 +9,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.device.device import Device
-from mm.model.host_activations import HostActivations
 from mm.model.layers.linear import ColumnLinear, RowLinear
 from mm.model.layers.norm import RMSNorm
+from mm.model.recompute import HostActivations
 from mm.parallel.zero.weight_shards import without_memory
 
 Built = TypeVar("Built", bound=nn.Module)

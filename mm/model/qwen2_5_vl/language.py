@@ -13,7 +13,7 @@ from mm.batch import Microbatch
 from mm.config.model import LanguageConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
-from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+from mm.families.qwen2_5_vl import QWEN2_5_VL
 from mm.model.layers.attention import AttentionInputs
 from mm.model.layers.dropout import RowKeys
 from mm.model.layers.embedding import WordEmbedding
@@ -21,14 +21,13 @@ from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.loss import LossInputs
 from mm.model.layers.norm import Residual
 from mm.model.layers.vocabulary import OutputLayer
-from mm.model.parallel.exchange import Ulysses
-from mm.model.parallel.ring import Ring
+from mm.model.parallel.ring import Ring, Ulysses
 from mm.model.parallel.sharded_rows import CutRows
 from mm.model.qwen2_5_vl.layers import LayerStack
-from mm.model.qwen2_5_vl.rope import mrope_cos_sin
+from mm.model.qwen2_5_vl.positions import mrope_cos_sin
 from mm.parallel.context import Share
 from mm.parallel.row_shards import Pieces
-from mm.parallel.zero.buckets import Unit
+from mm.parallel.zero.weight_shards import Unit
 from mm.placement import StageSpec
 
 

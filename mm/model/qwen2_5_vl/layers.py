@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from mm.config.model import Tower
 from mm.device.pointwise import biased
-from mm.model.host_activations import Keep, LayerActivations, keep_here
 from mm.model.layers.attention import AttentionInputs
 from mm.model.layers.dropout import NO_KEYS, RowKeys
 from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.norm import Residual, RMSNorm
 from mm.model.parallel.sharded_rows import CutRows
-from mm.model.recompute import LinearInput, Remade, apply_linear, recomputing
+from mm.model.recompute import Keep, LayerActivations, LinearInput, Remade, apply_linear, keep_here, recomputing
 from mm.weights.shard import memory_ffn
 
 

@@ -17,7 +17,7 @@ from mm.config.model import ProjectorConfig, VisionConfig
 from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.device.pointwise import biased
-from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+from mm.families.qwen2_5_vl import QWEN2_5_VL
 from mm.model.layers.attention import AttentionInputs
 from mm.model.layers.dropout import NO_KEYS, RowKeys
 from mm.model.layers.layer_context import LayerContext
@@ -26,10 +26,9 @@ from mm.model.layers.norm import Residual
 from mm.model.parallel.rows import Permutation
 from mm.model.parallel.sharded_rows import CutRows
 from mm.model.qwen2_5_vl.layers import LayerStack
-from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision
-from mm.model.qwen2_5_vl.rope import vision_cos_sin
+from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision, vision_cos_sin
 from mm.parallel.row_shards import Pieces
-from mm.parallel.zero.buckets import Unit
+from mm.parallel.zero.weight_shards import Unit
 from mm.placement import StageSpec
 from mm.weights.shard import memory_ffn
 

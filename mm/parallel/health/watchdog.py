@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mm.batch import StepPlan, samples_text
-from mm.config.phases import PHASE_SECONDS
-from mm.device.platforms import PLATFORMS
+from mm.config.args import PHASE_SECONDS
+from mm.device.device import PLATFORMS
 from mm.errors import AgreedError, ReportedError, Stopped, StoppedRun, UserError
 from mm.parallel.activity import Journal, Work
 from mm.parallel.health.heartbeat import Cause, Heartbeat
@@ -113,7 +113,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Guard another phase of the run, one of ``mm.config.phases``.  Phases and steps do not overlap."""
+        """Guard another phase of the run, one of ``mm.config.args``.  Phases and steps do not overlap."""
         limit = self._phase_seconds[name] or math.inf
         text = (f"the phase {name!r} has taken more than {limit:.0f} s on rank {self._rendezvous.rank}; "
                 f"--phase-timeouts {name}=SECONDS sets this limit")

@@ -25,9 +25,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mm.batch import Images
-from mm.parallel.zero.buckets import BucketLayout, BucketPlaces, Unit, owned_weights
 from mm.parallel.zero.gradient_buffers import mark_stale, zero_stale
-from mm.parallel.zero.weight_shards import WeightShards
+from mm.parallel.zero.weight_shards import BucketLayout, BucketPlaces, Unit, WeightShards, owned_weights
 
 _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters
 """A bucket must be told where its weights lie in the buffer; one of megatron-core 0.16 computes this itself."""

@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 
 from mm.batch import Images, StepPlan
 from mm.parallel.activity import Journal, Work
-from mm.parallel.zero.buckets import TowerName, Unit
 from mm.parallel.zero.gradient_buffers import forget_added
 from mm.parallel.zero.gradient_shards import ShardedGradients, UnitGradients
-from mm.parallel.zero.weight_shards import UnitWeights
+from mm.parallel.zero.weight_shards import TowerName, Unit, UnitWeights
 from mm.parallel.zero.zero2_schedule import RunningReduction
 
 # The order of a rank's work

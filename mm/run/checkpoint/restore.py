@@ -15,17 +15,16 @@ from torch import Tensor
 from mm.checkpoint.manifest import validated
 from mm.checkpoint.source import Source
 from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirectory
+from mm.console import Progress
 from mm.data.index.fingerprint import TrainedOn
 from mm.errors import UserError
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import together
 from mm.parallel.mesh import Mesh
-from mm.progress import Progress
 from mm.run.optim.optimizer import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
 from mm.run.progress import BestSoFar, RecentSteps, TrainingProgress
 from mm.run.step import Setup
-from mm.weights.read_assignment import readers
-from mm.weights.shard import MemoryLayout
+from mm.weights.shard import MemoryLayout, readers
 from mm.weights.table import Weight, local_shape
 from mm.weights.trained import saved_among
 

@@ -25,12 +25,12 @@ from typing_extensions import Self
 
 from mm.checkpoint import convert
 from mm.checkpoint import training_files as files
-from mm.checkpoint.host_copies import HostCopies
 from mm.checkpoint.merge_lora import base_to_name, export_peft, merge, open_base, open_saved
-from mm.checkpoint.pipelined_write import ON_HOST, Host, Values
+from mm.checkpoint.pipelined_write import ON_HOST, Host, HostCopies, Values
 from mm.checkpoint.training_files import ALL_KEPT, Retention
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
 from mm.config.run import Run, resolved
+from mm.console import ongoing
 from mm.device.device import Device
 from mm.errors import AgreedError, UserError, collected
 from mm.lock import Claim
@@ -38,7 +38,6 @@ from mm.parallel.activity import Work
 from mm.parallel.agreement import by_rank, gather, on_first, together
 from mm.parallel.health.watchdog import Phase
 from mm.parallel.mesh import Mesh
-from mm.progress import ongoing
 from mm.run.checkpoint.disks import Disks
 from mm.run.checkpoint.weight_check import WeightCheck
 from mm.run.optim.optimizer import OwnedState, is_split, owned_states, scaler_state, wait_for_states

@@ -27,7 +27,7 @@ from mm.parallel.zero.gradient_buffers import freed_gradients
 from mm.parallel.zero.gradient_shards import ShardedGradients
 from mm.run.optim.block_adam import MASTER, MOMENTS, BlockAdam, KeptStates, fills_weights
 from mm.weights.fp32_split import REMAINDER, split
-from mm.weights.optimizer_groups import Group
+from mm.weights.trained import Group
 
 
 def kept_states(args: Arguments) -> KeptStates:

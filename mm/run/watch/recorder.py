@@ -18,7 +18,7 @@ from mm.parallel.agreement import gather, on_first
 from mm.parallel.mesh import Mesh
 from mm.run.progress import Say
 from mm.run.watch.watcher import Step, Watcher
-from mm.timeline.files import write_timeline
+from mm.timeline.picture import write_timeline
 from mm.timeline.spans import (
     TIMED,
     ActivitySpan,

@@ -7,7 +7,7 @@ from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
 from mm.cost.model_states import stage_sizes
 from mm.cost.stage_memory import stage_peaks
-from mm.device.facts import device_facts, sdpa_backend
+from mm.device.device import device_facts, sdpa_backend
 from mm.errors import counted
 from mm.model import flops
 from mm.parallel.agreement import all_of
@@ -17,7 +17,7 @@ from mm.run.schedule import Schedule
 from mm.run.step import Setup
 from mm.run.watch.metrics import MetricsWriter, ScoreMetrics, SpikeMetrics, StepMetrics, ValidationMetrics
 from mm.run.watch.watcher import Step
-from mm.weights.optimizer_groups import group_facts
+from mm.weights.trained import group_facts
 
 
 class Reporter:

@@ -13,7 +13,7 @@ from mm.data.encode.chat import ChatEncoder, TooLongError, load_tokenizer
 from mm.data.index.dataset import Dataset
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
-from mm.families.qwen2_5_vl.family import QWEN2_5_VL
+from mm.families.qwen2_5_vl import QWEN2_5_VL
 from tests import llama_factory
 from tests.data.oracle import CHAT_TEMPLATE, RECORDS
 

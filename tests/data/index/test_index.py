@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from mm.batch import BatchTotals
-from mm.data.index import sample_files
+from mm.data.index import dataset as sample_files
 from mm.data.index.dataset import Dataset
 from mm.data.index.index import Checker
 from mm.data.index.measure import Gauge
-from mm.data.lengths import Lengths
 from mm.data.loader.loader import StepLoader
+from mm.data.sample import Lengths
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
 from tests.data.oracle import RECORDS, photo

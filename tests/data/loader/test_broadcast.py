@@ -13,7 +13,7 @@ import torch
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.data.loader.broadcast import deal_images
-from mm.data.sampler.pipeline_order import in_pipeline_order
+from mm.data.sampler.cost import in_pipeline_order
 from tests.launch import run_ranks
 from tests.parallel.owner_worker import (
     FAILING_STEP,

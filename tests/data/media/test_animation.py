@@ -12,9 +12,9 @@ from mm.config.data import Attributes
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Gauge
-from mm.data.media.animation import animation_frames, animation_header
 from mm.data.media.frame_sampling import Clock, wanted_frames
 from mm.data.media.image_decode import load_image
+from mm.data.media.video_decode import animation_frames, animation_header
 from mm.data.records.formats import read_sample
 from mm.data.records.roots import MediaRoots
 from mm.data.sample import Sample, Turn, Video

@@ -5,8 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.sampler.balance import Sizes, dealt, even_groups, even_packs, spread
-from mm.data.sampler.pack import Budget
+from mm.data.sampler.balance import Budget, Sizes, dealt, even_groups, even_packs, spread
 
 TOKENS = 64
 costs = st.integers(1, 2**40)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mm.batch import BatchTotals, image_pairs, window_pairs
 from mm.config.model import ModelConfig
-from mm.data.lengths import Lengths
+from mm.data.sample import Lengths
 from mm.data.sampler.cost import SampleSizes
 from mm.model.flops import training_flops
 from tests.tiny import our_config

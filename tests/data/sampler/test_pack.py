@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.sampler.pack import Budget, fullest_packs
+from mm.data.sampler.balance import Budget, fullest_packs
 
 BUDGET = 64
 patches = st.one_of(st.just(0), st.integers(1, 50))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.sampler.pipeline_order import in_pipeline_order, pipeline_order
-from mm.parallel.simulation import SlotCost, step_cost
+from mm.data.sampler.cost import in_pipeline_order, pipeline_order
+from mm.parallel.order import SlotCost, step_cost
 from tests.tiny import microbatch, our_config, random_sample
 
 SPREAD = (0.25, 0.5, 0.75, 1.0, 1.0, 1.25, 1.5, 1.75)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.zero.buckets import Unit
+from mm.parallel.zero.weight_shards import Unit
 from mm.parallel.zero.zero3_schedule import Task, UnitPasses, Use, is_used, tasks_of, uses_of
 from tests.parallel.fake_units import FakeGradients
 

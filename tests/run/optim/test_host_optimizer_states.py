@@ -9,7 +9,7 @@ from torch import Tensor
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
 from mm.errors import UserError
-from mm.run.optim.host_optimizer_states import HostStatesPass, host_memory
+from mm.run.optim.block_adam import HostStatesPass, host_memory
 from tests.stand_ins.late import late_device
 
 

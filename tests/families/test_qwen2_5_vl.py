@@ -7,8 +7,7 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
 
 from mm.checkpoint.hf_config import model_from_hf
 from mm.errors import UserError
-from mm.families.qwen2_5_vl.config_json import KEYS, published_config
-from mm.families.qwen2_5_vl.fixed import FIXED, fixed_problems
+from mm.families.qwen2_5_vl import FIXED, KEYS, fixed_problems, published_config
 
 # Keys without effect on training: names, generation, classification, initial values, and sliding windows of the LLM,
 # which use_sliding_window (always false) would enable.
