@@ -25,6 +25,7 @@ from mm.process import (
     run_command,
     status_of,
 )
+from mm.recipe import is_recipe, run_recipe
 
 if TYPE_CHECKING:
     from mm.run.sources import Checked
@@ -58,6 +59,8 @@ def _kept(words: Sequence[str]) -> str:
 
 def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
+    if is_recipe(words):
+        words = run_recipe(words)
     run = load_run(words)
     if run.args.dry_run or run.args.check:
         run = check_files(run, Claim()).run

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.mindspeed import Fixed, FlagRow, Inert, SameAs
+from mm.config.other_trainers import here
 from mm.config.schema import (
     APPENDS,
     FIRST,
@@ -293,7 +294,8 @@ class CommandLine(Generic[Built]):
         known = [*self.flags, *(flag for flag, row in self.foreign.items() if not isinstance(row, Fixed)), *COMMON]
         lost = [f"{word!r} on the command line belongs to no flag" for word in strays if not is_flag(word)]
         unknown = [word.partition("=")[0] for word in strays if is_flag(word)]
-        return lost[:1] + [f"{flag} is not a known flag{nearest(flag, known)}; see {self.name} --help"
+        return lost[:1] + [f"{flag} is here: {answer}" if (answer := here(flag)) and self.foreign else
+                           f"{flag} is not a known flag{nearest(flag, known)}; see {self.name} --help"
                            for flag in unknown]
 
 

@@ -271,10 +271,20 @@ def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[D
                          else f"and there is no {_registry_path(data)} with dataset names")
                 inside = os.path.join(data.dataset_dir, name)
                 hint = f" (did you mean {inside!r}?)" if os.path.isfile(inside) else ""
-                raise UserError(f"{key} is {name!r}, which is not a file{hint}, {where}")
+                raise UserError(f"{key} is {name!r}, which is not a file{hint}, {where}{_elsewhere(name)}")
             found.append(_registered(data, name, registry[name], rate))
     refuse(problems)
     return found
+
+
+def _elsewhere(name: str) -> str:
+    """A hint for a dataset that is not on this machine."""
+    if "://" in name:
+        return "; download it, and give the path of the file"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith((".json", ".jsonl", ".parquet")):
+        return (f"; fetch a dataset of the hub with 'hf download --repo-type dataset {name} --local-dir DIR', and name "
+                f"its JSON or Parquet file")
+    return ""
 
 
 def _registry_path(data: DataConfig) -> Path:

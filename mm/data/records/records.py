@@ -25,6 +25,20 @@ from mm.files import json_value, sha256
 
 BLOCK_BYTES = 1 << 18
 """About this much of a file is read and passed on at a time: a few hundred records, a fraction of a second of work."""
+_OTHER_FILES = (
+    (b"PK\x03\x04", "a zip archive (or an xlsx table): unpack it, and name the file of records in it"),
+    (b"\x1f\x8b", "a gzip file: unpack it with gunzip or tar -xzf, and name the file of records"),
+    (b"ustar", "a tar archive: unpack it with tar -xf, and name the file that lists the samples (WebDataset's shards "
+               "have none: write one record per sample)"),
+    (b"(\xb5/\xfd", "a zstd file: unpack it with zstd -d, and name the file of records"),
+    (b"ARROW1", "an Arrow file: save it with datasets' to_parquet or to_json"),
+    (b"SQLite", "a database: export its table as JSON Lines"),
+    (b"\x89PNG", "an image: name the file of records that refers to it"),
+    (b"\xff\xd8\xff", "an image: name the file of records that refers to it"),
+    (b"%PDF", "a PDF: render its pages as images, and write records that refer to them"),
+)
+"""What files begin with that people take for records, and what to do."""
+_MAGIC_BYTES = 512
 UTF8_MARK = b"\xef\xbb\xbf"
 _MAX_RECORD_BYTES = 1 << 26
 """Limit for an element of a list: an unterminated string would be read to the end of the file."""
@@ -182,6 +196,9 @@ def open_records(path: str) -> RecordFile:
     if start.startswith(_PARQUET_START):
         _check_parquet(path)
         return RecordFile(path, version, "Parquet")
+    for magic, what in _OTHER_FILES:
+        if magic in start[:_MAGIC_BYTES]:
+            raise UserError(f"{path}: is {what}; expected JSON or JSON Lines in UTF-8, or Parquet.")
     if b"\0" in start:
         raise UserError(f"{path}: is a binary, packed or UTF-16 file; expected JSON or JSON Lines in UTF-8, or "
                         f"Parquet.")
