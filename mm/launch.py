@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     words = sys.argv[1:] if argv is None else list(argv)
     args = torchrun.parse_args(words)
+    if args.nproc_per_node != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which would print a banner about it
     if (problem := _unknown_host(args)) is not None:
         sys.stderr.write(f"error: {problem}\n")
         return 2

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -264,6 +265,19 @@ _EXTENSION = "Failed to load the backend extension: "
 """How torch's message begins if it cannot load the extension of a device."""
 
 
+_QUIET = (
+    # Intended: torch's fused optimizer and kernels are used.
+    (r"(Transformer Engine and )?Apex (is|are) not installed", UserWarning, "megatron"),
+    # A default of megatron's own.
+    ("full scope is deprecated", UserWarning, "megatron"),
+    # megatron asks each parameter for its gradient, also those that are views.
+    (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, "megatron"),
+    # The new names are absent in the oldest torch that is supported.
+    (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, "torch"),
+)
+"""Warnings of libraries that no user can act on: message, category, and module that it names."""
+
+
 def run_command(
     command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
 ) -> int:
@@ -276,6 +290,8 @@ def run_command(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may have fewer characters than the data
+    for message, category, module in _QUIET:
+        warnings.filterwarnings("ignore", message, category, module, append=True)  # after the user's own filters
     try:
         with signals or StopSignals():
             status = command()
