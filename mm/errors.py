@@ -93,13 +93,6 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(found)
 
 
-def refuse_special(path: Path) -> None:
-    """Raise UserError for a pipe, socket or device where a file is expected: a directory from elsewhere may contain
-    one, and opening it can block forever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
-
-
 @contextmanager
 def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     """Append errors raised inside to ``problems``, so that all problems are reported together."""

@@ -8,8 +8,7 @@ from mm.config.args import Arguments
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
 from mm.config.evaluate import EVALUATE, EvaluationConfig
-from mm.config.generate import GENERATE
-from mm.config.inference import INFERENCE_KEYS
+from mm.config.generate import GENERATE, INFERENCE_KEYS
 from mm.config.mindspeed import DATA_KEYS, FLAGS
 from mm.config.schema import fields_of, settings_of
 from tests.files import ROOT

@@ -35,10 +35,10 @@ from mm.config.schema import (
     ReadSettings,
     expected,
     fields_of,
+    read_json,
     read_settings,
     shown,
 )
-from mm.config.strict_json import read_json
 from mm.errors import UserError, collected, nearest, refuse
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."

@@ -15,8 +15,15 @@ from pydantic.dataclasses import dataclass
 from mm.config.args import Arguments, BenchmarkName, Rule
 from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
-from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
-from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
+from mm.config.generate import (
+    Asking,
+    GenerationSettings,
+    InferenceConfig,
+    ModelArguments,
+    other_flags,
+    read_asking,
+    read_model_and_more,
+)
 from mm.config.schema import FIRST, STRICT, Count, Excludes, Group, ReadSettings
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES

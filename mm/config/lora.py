@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import STRICT, Count, Fraction, Number, OrDefault, Patterns, changed, fields_of
-from mm.config.strict_json import Document
+from mm.config.schema import STRICT, Count, Document, Fraction, Number, OrDefault, Patterns, changed, fields_of
 from mm.console import whole_number
 from mm.errors import NoEffect
 

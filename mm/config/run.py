@@ -35,8 +35,7 @@ from mm.config.flag_rules import (
 )
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.schema import LOCAL, changed, fields_of, shown
-from mm.config.strict_json import Document
+from mm.config.schema import LOCAL, Document, changed, fields_of, shown
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, collected, redacted, refuse
 from mm.files import is_same_directory

@@ -15,10 +15,9 @@ from mm.checkpoint.hf_config import hf_problems, model_from_hf
 from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.checkpoint.source import Kind, QkvOrder, Source
-from mm.config.generate import Asking, Decoding
-from mm.config.inference import GenerationSettings, read_generation
+from mm.config.generate import Asking, Decoding, GenerationSettings, read_generation
 from mm.config.model import ModelConfig
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.console import whole_number
 from mm.environment import named_in_script
 from mm.errors import UserError, naming, nearest, reading, refuse

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.generate import DEFAULT, load_asking
-from mm.config.inference import GENERATION_KEYS, GenerationSettings, read_generation, read_inference
+from mm.config.generate import (
+    DEFAULT,
+    GENERATION_KEYS,
+    GenerationSettings,
+    load_asking,
+    read_generation,
+    read_inference,
+)
 from mm.config.mindspeed import FLAGS, SameAs
 from mm.errors import UserError
 from tests.test_examples import EXAMPLES

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.data.records.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
