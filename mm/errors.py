@@ -10,9 +10,13 @@ import difflib
 import errno
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 _CUTOFF = 0.6
 """How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
@@ -103,6 +107,13 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     except OSError as error:
         # only a failed opening names the file, not a failed read
         problems.append(f"{prefix}{error.filename or 'a file'}: cannot be read: {error.strerror or error}")
+
+
+def attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
+    """The result of ``read``, or None if nothing is ``given`` or after adding its ``problems``."""
+    with collected(problems):
+        return read(given) if given else None
+    return None
 
 
 def file_error(error: OSError) -> UserError | None:

@@ -22,9 +22,8 @@ from mm.config.generate import (
     ModelArguments,
     other_flags,
     read_asking,
-    read_model_and_more,
 )
-from mm.config.schema import FIRST, STRICT, Count, Excludes, Group, ReadSettings
+from mm.config.schema import FIRST, STRICT, Count, Excludes, Group
 from mm.errors import nearest, refuse
 from mm.families.known import TITLES
 from mm.files import ANSWERS_FOLDER
@@ -101,14 +100,9 @@ class Evaluating:
         return next(names, Path(self.questions).stem)
 
 
-def read_evaluation(path: str | Path) -> ReadSettings[EvaluationConfig]:
-    """Read a model JSON or MindSpeed-MM's ``evaluate_*.json``; raises UserError with every problem in the file."""
-    return read_model_and_more(path, EvaluationConfig)
-
-
 def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Evaluating:
     """Read and check flags and JSON files; raises UserError with all problems.  Flags take precedence over the JSON."""
-    asking, problems = read_asking(EVALUATE, argv, read_evaluation, environment)
+    asking, problems = read_asking(EVALUATE, argv, EvaluationConfig, environment)
     args, file = asking.args, cast(EvaluationConfig | None, asking.inference)
     named = file.evaluation_dataset if file and not args.benchmark and not args.rule else None
     benchmark = args.benchmark or (_benchmark(named) if named else None)

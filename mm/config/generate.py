@@ -5,12 +5,13 @@ sampling settings and a prompt.  ``mm.config.evaluate`` also uses ``ModelArgumen
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
+from annotated_types import Le
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
@@ -38,7 +39,7 @@ from mm.config.schema import (
     read_settings,
 )
 from mm.environment import Launched, named_in_script, world_problems
-from mm.errors import UserError, collected, refuse
+from mm.errors import UserError, attempt, refuse
 from mm.families.known import TITLES, names_of
 
 
@@ -46,6 +47,7 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+TopP = Annotated[Positive, Le(1)]
 Ids = Annotated[tuple[Int, ...], Strict(False), BeforeValidator(_one_or_more)]
 _IDS_OR_NULL = Field(title="a token id, a list of them, or null")
 
@@ -59,7 +61,7 @@ class GenerationSettings:
     temperature: NotNegative | None = None
     top_k: NaturalNumber | None = None
     """Draw from this many likeliest tokens; 0: from all."""
-    top_p: NotNegative | None = None
+    top_p: TopP | None = None
     """Draw from the likeliest tokens with this total probability; 1: from all."""
     repetition_penalty: Positive | None = None
     max_new_tokens: Count | None = None
@@ -143,13 +145,8 @@ _OPTIONAL = ("tokenizer", "generation_config")
 """Objects that a model JSON of the trainer does not have."""
 
 
-def read_inference(path: str | Path) -> ReadSettings[InferenceConfig]:
+def read_inference(path: str | Path, cls: type[Config]) -> ReadSettings[Config]:
     """Read a model JSON or MindSpeed-MM's ``inference_*.json``; raises UserError with every problem in the file."""
-    return read_model_and_more(path, InferenceConfig)
-
-
-def read_model_and_more(path: str | Path, cls: type[Config]) -> ReadSettings[Config]:
-    """``read_inference`` for ``cls``, which may have more fields than ``InferenceConfig``."""
     document = read_json(path)
     tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
     read = read_settings(path, cls, tables, _inference_problems)
@@ -162,18 +159,11 @@ def _inference_problems(inference: InferenceConfig) -> Iterator[str]:
     least, most = inference.min_pixels, inference.max_pixels
     if least is not None and most is not None and least > most:
         yield f"min_pixels is {least}, above max_pixels = {most}"
-    yield from (f"generation_config.{problem}" for problem in settings_problems(inference.generation))
 
 
 def read_generation(path: str | Path) -> GenerationSettings:
     """Read a checkpoint's ``generation_config.json``; raises UserError with every problem in the file."""
-    return read_settings(path, GenerationSettings, {"": GENERATION_KEYS}, settings_problems).value
-
-
-def settings_problems(settings: GenerationSettings) -> Iterator[str]:
-    """Problems that the fields' annotations do not cover."""
-    if settings.top_p is not None and not 0 < settings.top_p <= 1:
-        yield f"top_p is {settings.top_p:g}; expected above 0 and at most 1"
+    return read_settings(path, GenerationSettings, {"": GENERATION_KEYS}, lambda _: iter(())).value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -217,12 +207,11 @@ class ModelArguments(HasPrecision):
     temperature: NotNegative | None = Field(
         None, description="sample tokens at this temperature; 0 = take the likeliest")
     top_k: NaturalNumber | None = Field(None, description="sample from this many likeliest tokens; 0 = from all")
-    top_p: Positive | None = Field(
+    top_p: TopP | None = Field(
         None, description="sample from the likeliest tokens with this total probability; 1 = from all")
     repetition_penalty: Positive | None = Field(None, description="above 1: repeated tokens become less likely")
     stop_tokens: Patterns = Field((), description="tokens or ids that end an answer, instead of the checkpoint's")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
-
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -252,10 +241,7 @@ _OTHER_FLAGS: Mapping[str, FlagRow] = {
 
 
 def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
-    """The flags of other programs that are no fields of ``cls``.
-
-    Another word for a flag that is no field either, such as ``--use-deter-comp``, has no effect, like that flag.
-    """
+    """The flags of other programs that are no fields of ``cls``; an alias of such a flag has no effect either."""
     own = {flag_name(name) for name in fields_of(cls)}
     return {flag: _TRAINING if isinstance(row, SameAs) and row.flag not in own else row
             for flag, row in _OTHER_FLAGS.items() if flag not in own}
@@ -306,18 +292,8 @@ class Asking(Generic[Said]):
     defaults: GenerationSettings | None = None
     """Settings that take precedence over the checkpoint's."""
 
-    @property
-    def directory(self) -> str | None:
-        """The Hugging Face directory that goes with the weights, if one is given."""
-        return self._directory_and_name[0]
-
-    @property
-    def directory_is_named_by(self) -> str:
-        """The flag, or the key of a JSON file, that names ``directory``, for messages."""
-        return self._directory_and_name[1]
-
-    @property
-    def _directory_and_name(self) -> tuple[str | None, str]:
+    def directory(self) -> tuple[str | None, str]:
+        """The Hugging Face directory that goes with the weights, if one is given, and the flag or key that names it."""
         if not self.args.model_name_or_path:
             if self.inference is not None and self.inference.directory:
                 return self.inference.directory, f"{self.args.mm_model}: tokenizer.from_pretrained"
@@ -374,14 +350,13 @@ def kept_answers(line: CommandLine[Any], argv: Sequence[str]) -> str:
 
 def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking[GenerateArguments]:
     """Read and check flags and JSON files; raises UserError with all problems."""
-    asking, problems = read_asking(GENERATE, argv, read_inference, environment)
-    refuse((*problems, *_file_problems(asking.args), *_question_problems(asking)))
+    asking, problems = read_asking(GENERATE, argv, InferenceConfig, environment)
+    refuse((*problems, *_question_problems(asking)))
     return replace(asking, notes=(*asking.notes, *_peer_notes(asking)))
 
 
 def read_asking(
-    line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], ReadSettings[Any]],
-    environment: Mapping[str, str],
+    line: CommandLine[Said], argv: Sequence[str], cls: type[InferenceConfig], environment: Mapping[str, str]
 ) -> tuple[Asking[Said], list[str]]:
     """Read the flags of ``line`` and the JSON files that they name; returns them with their problems.
 
@@ -389,24 +364,15 @@ def read_asking(
     """
     words = line.split(argv)
     problems: list[str] = []
-    inference = data = None
-    found: list[Said] = []
-    with collected(problems):
-        found.append(line.read(words))
-    if path := words.last("--mm-model"):
-        with collected(problems):
-            inference = read_model_json(path)
-    if path := words.last("--mm-data"):
-        with collected(problems):
-            data = read_data(path)
-    if not found:
+    args = attempt(line.read, words, problems)
+    inference = attempt(lambda path: read_inference(path, cls), words.last("--mm-model"), problems)
+    data = attempt(read_data, words.last("--mm-data"), problems)
+    if not args:
         raise UserError(problems)
-    (args,) = found
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
     world_size = Launched.here(environment).num_ranks or 1
     asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
-    wrong = world_problems(environment, None, "")
-    return asking, [*problems, *wrong, *_problems(args, environment)]
+    return asking, [*problems, *world_problems(environment, None, ""), *_problems(args, environment)]
 
 
 def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[str]:
@@ -414,27 +380,21 @@ def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[
     yield from rule_problems(args)
     if args.greedy and args.temperature:
         yield f"--greedy and --temperature {args.temperature:g} are both given; keep one"
-    yield from (f"--{problem.replace('_', '-', 1)}" for problem in settings_problems(
-        GenerationSettings(top_p=args.top_p)))
-    if args.image_min_pixels is not None and args.image_max_pixels is not None and (
-            args.image_min_pixels > args.image_max_pixels):
-        yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
+    least, most = args.image_min_pixels, args.image_max_pixels
+    if least is not None and most is not None and least > most:
+        yield f"--image-min-pixels is {least}, above --image-max-pixels = {most}"
     if not os.path.isdir(args.load):
         yield f"{named_in_script('--load', args.load, environment)} is {args.load!r}, which is not a directory"
 
 
-def _file_problems(args: GenerateArguments) -> Iterator[str]:
+def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
+    args, inference = asking.args, asking.inference
     if args.prompts is not None and not os.path.isfile(args.prompts):
         yield f"--prompts is {args.prompts!r}, which is not a file; expected a JSON or JSONL file of prompts"
     if args.output is not None and os.path.isdir(args.output):
         yield f"--output is {args.output!r}, which is a directory; give a file"
-
-
-def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
-    """The problem that no question is given."""
-    args, inference = asking.args, asking.inference
-    given = (args.prompt, args.chat, args.prompts, args.image, args.video)
-    if not any(given) and not (inference and inference.prompts):
+    given = (args.prompt, args.chat, args.prompts, args.image, args.video, inference and inference.prompts)
+    if not any(given):
         yield "no question is given: use --prompt TEXT, --chat, or --prompts FILE and --output FILE"
 
 

@@ -8,10 +8,10 @@ Which settings must be equal on all ranks: every machine reads its own command l
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
@@ -37,11 +37,8 @@ from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
 from mm.config.schema import LOCAL, Document, changed, fields_of, shown
 from mm.environment import Launched, named_in_script, world_problems
-from mm.errors import UserError, collected, redacted, refuse
+from mm.errors import UserError, attempt, collected, redacted, refuse
 from mm.files import is_same_directory
-
-Given = TypeVar("Given")
-Value = TypeVar("Value")
 
 _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "fp32": {"fp16": (False,), "bf16": (False,), "params_dtype": ("fp32", "float32")},
@@ -174,10 +171,10 @@ def load_run(
     """
     words = TRAIN.split(argv)
     problems: list[str] = []
-    args = _attempt(TRAIN.read, words, problems)
+    args = attempt(TRAIN.read, words, problems)
     problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
-    model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
+    model, data = attempt(read_model, model_path, problems), attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None, environment))
     is_dry_run = "--dry-run" in words.given
     problems += [] if is_dry_run else missing
@@ -211,13 +208,6 @@ def resolved(run: Run) -> dict[str, Any]:
         "lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters, "notes": run.notes,
     })
     return json.loads(redacted(json.dumps(found)))
-
-
-def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
-    """The result of ``read``, or None after adding its problems.  A missing path is reported with the flags."""
-    with collected(problems):
-        return read(given) if given else None
-    return None
 
 
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:

@@ -103,7 +103,7 @@ class ModelFiles:
 def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
-    base, named_by = asking.directory, asking.directory_is_named_by
+    base, named_by = asking.directory()
     named = named_in_script("--load", args.load, os.environ)
     if is_without_base := base is None and is_peft_directory(args.load):
         base, named_by = _stated_base(args.load, named)
