@@ -44,7 +44,7 @@ from mm.config.schema import (
 )
 from mm.console import whole_number
 from mm.errors import nearest
-from mm.families.known import TITLES
+from mm.families import TITLES
 from mm.files import is_same_directory
 
 DeviceName = Literal["auto", "npu", "cuda", "cpu"]

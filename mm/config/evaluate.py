@@ -25,7 +25,7 @@ from mm.config.generate import (
 )
 from mm.config.schema import FIRST, STRICT, Count, Excludes, Group
 from mm.errors import nearest, refuse
-from mm.families.known import TITLES
+from mm.families import TITLES
 from mm.files import ANSWERS_FOLDER
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {

@@ -40,7 +40,7 @@ from mm.config.schema import (
 )
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, attempt, refuse
-from mm.families.known import TITLES, names_of
+from mm.families import TITLES, names_of
 
 
 def _one_or_more(value: Any) -> Any:

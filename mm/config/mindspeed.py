@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm.families.known import TITLES, names_of
+from mm.families import TITLES, names_of
 
 OTHER_MODELS = f"this version trains {TITLES}, neither Qwen2-VL nor Qwen3-VL"
 AUDIO = "this version trains on images, videos and text, not on audio"

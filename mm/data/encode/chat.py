@@ -25,8 +25,8 @@ from mm.config.schema import read_json
 from mm.data.records.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
+from mm.families import FAMILIES
 from mm.families.family import Family
-from mm.families.known import FAMILIES
 
 
 def kept_lengths(
