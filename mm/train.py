@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mm.config.args import TRAIN, phase_seconds
+from mm.config.args import TRAIN
 from mm.config.run import Run, load_run, shared_settings
 from mm.console import loading, ongoing
 from mm.environment import Launched, software
@@ -123,16 +123,17 @@ def train(run: Run, signals: StopSignals) -> int:
         from mm.parallel.health.rendezvous import Rendezvous
         from mm.parallel.health.watchdog import Watchdog
 
-    minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
+    args, minutes = run.args, run.args.distributed_timeout_minutes
     facts = {**software(), **shared_settings(run)}
-    with Claim() as claim, Watchdog(Rendezvous.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
+    with Claim() as claim, Watchdog(
+            Rendezvous.of_launcher(minutes), args.step_timeout, args.phase_seconds, facts) as watchdog:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
             checked = check_files(run, claim) if is_first_rank() else None
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
             from mm.device.device import Device, peak_notes
 
-            device = Device.pick(run.args.device, run.args.deterministic_mode)
+            device = Device.pick(args.device, args.deterministic_mode)
             print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
@@ -142,7 +143,7 @@ def train(run: Run, signals: StopSignals) -> int:
             store = watchdog.meet()
         with watchdog.phase("start"), ongoing("connecting the ranks", is_first_rank()):
             mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
-                                  run.args.vision_feature_cache is not None, store)
+                                  args.vision_feature_cache is not None, store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
             trainer = Trainer(run, checked, device, mesh, watchdog, claim, signals)

@@ -1,20 +1,18 @@
-"""Rules and notes on the flags of a training and its model JSON that no single field of ``Arguments`` carries.
+"""Rules between the flags of a training, its model JSON and its data JSON, and notes on settings without effect.
 
-Rules and notes on the division of samples into microbatches together with the unit of the loss.
-
-Rules and notes on the settings of validation and of questions during training.
+Rules of single fields are in ``mm.config.args``, those of one JSON file beside its fields.
 """
 
 from collections.abc import Iterator
 
-from mm.config.args import Arguments, phase_problems
+from mm.config.args import PHASE_SECONDS, Arguments
 from mm.config.command_line import flag_name, rule_notes, rule_problems
 from mm.config.data import DataConfig
 from mm.config.layers import offload_notes, recompute_notes, recompute_problems
-from mm.config.lora import pattern_problems
 from mm.config.model import ModelConfig
 from mm.config.schema import changed
-from mm.errors import NoEffect
+from mm.console import whole_number
+from mm.errors import NoEffect, nearest
 
 RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
@@ -41,10 +39,14 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
         yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
                f"{args.save_interval}, because no other iterations are saved at intervals")
-    yield from phase_problems(args.phase_timeouts)
+    for word in args.phase_timeouts:
+        name, _, seconds = word.partition("=")
+        if name not in PHASE_SECONDS:
+            yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
+                   f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
+        elif whole_number(seconds) is None:
+            yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"
     yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
-    yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
-    yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.profile and args.profile_step_start >= args.profile_step_end:
@@ -136,10 +138,8 @@ def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the layout.
-
-    Means over tokens and over samples do not depend on the division of the global batch.
-    """
+    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the
+    layout."""
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
                f"microbatch, so a sample's weight would depend on the number of ranks; use --calculate-per-sample-loss "

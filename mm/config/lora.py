@@ -8,13 +8,12 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
 from mm.config.schema import STRICT, Count, Document, Fraction, Number, OrDefault, Patterns, changed, fields_of
-from mm.console import whole_number
 from mm.errors import NoEffect
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -32,22 +31,23 @@ ALPHAS_TEXT = "a number from 1e-9 to 1e9"
 
 
 def _pairs(value: Any) -> Any:
-    """Tuples from PEFT's object, or from the lists in our own files."""
+    """Tuples from PEFT's object, from the lists in our own files, or from a flag's words, such as ``q_proj=4``."""
     if isinstance(value, dict):
         return tuple(cast("dict[object, object]", value).items())
     if isinstance(value, list | tuple):
         pairs = cast("Sequence[object]", value)
-        return tuple(tuple(cast("list[object]", pair)) if isinstance(pair, list) else pair for pair in pairs)
+        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else pair for pair in pairs)
     return value
 
 
+Name = Annotated[str, MinLen(1)]
 Ranks = Annotated[
-    tuple[tuple[str, Count], ...], Strict(False), BeforeValidator(_pairs),
+    tuple[Annotated[tuple[Name, Count], Strict(False)], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of ranks by name, such as {"q_proj": 4}'),
 ]
 Alpha = Annotated[Number, Ge(ALPHAS[0]), Le(ALPHAS[1]), Field(title=ALPHAS_TEXT)]
 Alphas = Annotated[
-    tuple[tuple[str, Alpha], ...], Strict(False), BeforeValidator(_pairs),
+    tuple[Annotated[tuple[Name, Alpha], Strict(False)], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of alphas by name, such as {"q_proj": 8}'),
 ]
 PartWords = Annotated[
@@ -98,30 +98,6 @@ class LoraConfig:
     def scale(self, rank: int, alpha: float) -> float:
         """The factor on an adapter's product."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
-    """Problems in the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
-    for word in words:
-        if _pair(word, whole) is None:
-            kind = "an integer of at least 1" if whole else ALPHAS_TEXT
-            yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
-
-
-def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
-    """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` reports."""
-    return tuple(pair for word in words if (pair := _pair(word, whole)) is not None)
-
-
-def _pair(word: str, whole: bool) -> tuple[str, float] | None:
-    """The pair that a word stands for; None if it is not valid."""
-    name, _, text = word.rpartition("=")
-    try:
-        number = (whole_number(text) or 0) if whole else float(text)
-    except ValueError:
-        return None
-    least, most = (1, math.inf) if whole else ALPHAS
-    return (name, number) if name and least <= number <= most else None
 
 
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:

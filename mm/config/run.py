@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
-from mm.config.data import DataConfig, read_data, training_files, validation_files
+from mm.config.data import DataConfig, dataset_files, read_data
 from mm.config.flag_rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
@@ -251,10 +251,9 @@ def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[s
         yield f"--eval-generate-questions is {path!r}, which is not a file"
     problems: list[str] = []
     if data:
-        with collected(problems, f"{data_path}: "):
-            training_files(data)
-        with collected(problems, f"{data_path}: "):
-            validation_files(data)
+        for key in ("dataset", "val_dataset"):
+            with collected(problems, f"{data_path}: "):
+                dataset_files(data, key)
     yield from dict.fromkeys(problems)
 
 

@@ -1,13 +1,7 @@
-"""The record of Qwen2.5-VL.
+"""The record of Qwen2.5-VL: its control tokens, its ``config.json`` and published sizes, and its weights' names.
 
-The control tokens of Qwen2.5-VL.
-
-Settings of config.json that would make transformers compute a different model than this code does.
-
-Every key that transformers reads is used (``KEYS`` of ``config_json.py``), does not affect training, or must have the
-value that is implemented here; a test goes through all of them.
-
-The ``config.json`` of Qwen2.5-VL: which keys hold our settings, and the published sizes.
+Every key of ``config.json`` that transformers reads is in ``KEYS``, does not affect training, or must have the value
+that is implemented here (``FIXED``); a test goes through all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +34,6 @@ TOKENS = ChatTokens(
     vision_start_id=151652,
 )
 
-
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "text": {
         "hidden_act": ("silu",),
@@ -52,10 +45,10 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "vision": {"hidden_act": ("silu",), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,)},
 }
 """Section -> key -> the values that it may have, if it is present and not null."""
-_ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
                "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
 """The same for keys inside the rotary embedding.  The ViT's is Qwen2-VL's: base 10000 over rows and columns."""
+_ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 
 
 def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
@@ -144,9 +137,6 @@ def published_config(size: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PUBLISHED = {size: published_config(size) for size in _SIZES}
-
-
 _WEIGHTS = WeightNames(
     patch_embedding="visual.patch_embed.proj",
     vision_layer=LayerNames(
@@ -193,6 +183,6 @@ QWEN2_5_VL = Family(
     ),
     tokens=TOKENS,
     weights=_WEIGHTS,
-    config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, PUBLISHED),
+    config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, {size: published_config(size) for size in _SIZES}),
     vision_epsilon=1e-6,
 )
