@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mm.config.args import PHASE_SECONDS, Arguments
 from mm.config.command_line import flag_name, rule_notes, rule_problems
 from mm.config.data import DataConfig
-from mm.config.layers import offload_notes, recompute_notes, recompute_problems
+from mm.config.layers import activation_notes, activation_problems
 from mm.config.model import ModelConfig
 from mm.config.schema import changed
 from mm.console import whole_number
@@ -46,7 +46,7 @@ def flag_problems(args: Arguments) -> Iterator[str]:
                    f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
         elif whole_number(seconds) is None:
             yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"
-    yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
+    yield from activation_problems(args.recompute, args.offload, _activation_flag)
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.profile and args.profile_step_start >= args.profile_step_end:
@@ -67,6 +67,10 @@ def step_problems(args: Arguments) -> Iterator[str]:
                    f"{args.train_iters}; give one from 1 to {args.train_iters}")
 
 
+def _activation_flag(key: str) -> str:
+    return "--cpu-offload-activations" if key == "cpu_offloading_activations" else flag_name(key)
+
+
 def flag_notes(args: Arguments) -> Iterator[str]:
     """Settings that have no effect, and important settings that are absent."""
     if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
@@ -74,8 +78,7 @@ def flag_notes(args: Arguments) -> Iterator[str]:
     if args.save is None:
         interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
         yield f"--save is absent: no checkpoint will be written{interval}"
-    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
-    yield from offload_notes(args.offload, "--cpu-offload-activations", "--cpu-offloading-num-layers")
+    yield from activation_notes(args.recompute, args.offload, _activation_flag)
     yield from rule_notes(args)
     dynamic_flags = [flag_name(name) for name in _DYNAMIC_SCALE_FLAGS if name in changed(args)]
     for names, reason, is_idle in (

@@ -19,11 +19,9 @@ from mm.config.layers import (
     NumLayers,
     OffloadConfig,
     RecomputeConfig,
+    activation_notes,
+    activation_problems,
     layers_in,
-    offload_notes,
-    offload_problems,
-    recompute_notes,
-    recompute_problems,
 )
 from mm.config.lora import LoraConfig
 from mm.config.mindspeed import MODEL_KEYS
@@ -260,7 +258,9 @@ def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
     """
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_image_token(read.value, path)
-    return replace(read, value=model, notes=(*read.notes, *notes, *_activation_notes(model, path)))
+    for key, tower in _towers(model):
+        notes += (*activation_notes(tower.recompute, tower.offload, f"{key}.{{}}".format, path),)
+    return replace(read, value=model, notes=(*read.notes, *notes))
 
 
 def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -270,13 +270,6 @@ def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig,
     note = (f"{path}: img_context_token_id is {model.video_token_id}, which is the video token; videos use "
             f"video_token_id, and images use {model.family.tokens.image_id}")
     return replace(model, image_token_id=model.family.tokens.image_id), (note,)
-
-
-def _activation_notes(model: ModelConfig, path: str | Path) -> Iterator[str]:
-    for key, tower in _towers(model):
-        yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
-        yield from offload_notes(
-            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers", path)
 
 
 def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:
@@ -298,9 +291,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
     family = model.family
     for key, tower in _towers(model):
-        yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
-        yield from offload_problems(
-            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers")
+        yield from activation_problems(tower.recompute, tower.offload, f"{key}.{{}}".format)
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
             yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which contains layer {outside[0]}; expected 0 "
                    f"to {tower.num_layers - 1}")
