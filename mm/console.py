@@ -15,8 +15,6 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from mm.environment import without_collection
 from mm.errors import printable
 
@@ -145,6 +143,8 @@ class Progress:
 
         ``is_shown`` is False on ranks that show nothing, because another rank does.
         """
+        from tqdm import tqdm  # not at the top: mm-doctor also starts where no package is installed
+
         self.done = done
         self._what, self._total, self._unit, self._done_before = printable(what), total, unit, done
         self._lock, self._is_bytes = Lock(), unit == "B"
@@ -235,6 +235,8 @@ def loading(is_shown: bool = True, what: str = "loading the libraries") -> Itera
 def _show_seconds(what: str, ended: Event) -> None:
     if ended.wait(_DELAY_SECONDS):
         return
+    from tqdm import tqdm
+
     with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}", leave=False) as bar:
         bar.start_t -= _DELAY_SECONDS
         while not ended.wait(_BEAT_SECONDS):

@@ -145,3 +145,10 @@ def test_a_python_without_the_packages_explains_how_to_install_them(words: list[
     missing = "'(pydantic|annotated_types|psutil|torch)"  # whichever is imported first
     assert re.match(re.escape(f"error: {sys.executable} has no package ") + missing, done.stderr)
     assert "source .venv/bin/activate" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_doctor_starts_without_any_package():
+    done = subprocess.run([sys.executable, "-S", "-E", "-m", "mm.doctor.cli"], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search("^fault    package: .*is not installed in this Python", done.stdout, re.MULTILINE)
