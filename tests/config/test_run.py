@@ -1,12 +1,20 @@
 """One run from flags and files: derived numbers, rules across files, and all problems together."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from mm.config.run import Run, load_run, resolved
+from mm.config.args import Arguments
+from mm.config.data import DataConfig, read_data
+from mm.config.flag_rules import asks, is_due, validates
+from mm.config.model import read_model
+from mm.config.run import Run, load_run, resolved, shared_settings
+from mm.config.schema import LOCAL, fields_of
 from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed
+from tests.files import EXAMPLES
+from tests.tiny_inputs import flags_of, write_inputs
 
 FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
          "--dry-run"]
@@ -320,3 +328,103 @@ def test_missing_paths_are_reported_together_with_problems_of_a_file(tmp_path):
     assert len(reported) == 6
     for what in ("--sed is not", "model_7b.json:1", "--load is 'nowhere'", "model_name_or_path", "dataset_dir"):
         assert any(what in problem for problem in reported), what
+
+
+def test_every_text_flag_is_a_path_that_machines_may_differ_in() -> None:
+    for cls in (Arguments, DataConfig):
+        for name, field in fields_of(cls).items():
+            assert LOCAL in field.metadata or field.annotation not in (str, str | None), name
+
+
+def test_machines_may_differ_in_paths_and_workers_only(tmp_path: Path) -> None:
+    inputs, elsewhere = write_inputs(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def settings(folder: Path, *flags: str) -> dict[str, str]:
+        words = flags_of(inputs, "a", 1, *flags, "--mm-model", str(folder / "model_1.json"), "--mm-data",
+                         str(folder / "data.json"), "--log-dir", str(folder))
+        return shared_settings(load_run(words, 1, {}))
+
+    for name in ("model_1.json", "data.json"):
+        (elsewhere / name).write_bytes((inputs / name).read_bytes())
+    ours = settings(inputs)
+    assert settings(elsewhere, "--num-workers", "3") == ours and len(ours) > 150
+    model = json.loads((inputs / "model_1.json").read_text())
+    model["text_decoder"]["rope_theta"] = 5.0
+    (elsewhere / "model_1.json").write_text(json.dumps(model))
+    theirs = settings(elsewhere, "--lr", "2e-3", "--overlap-grad-reduce")
+    assert {name: value for name, value in theirs.items() if ours[name] != value} == {
+        "--lr": "0.002", "--overlap-grad-reduce": "true", "language.rope_theta of --mm-model": "5.0"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("model_*.json")), ids=lambda path: path.name)
+def test_every_model_json_loads(path):
+    assert read_model(path).value.vision.num_layers > 0
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("data_*.json")), ids=lambda path: path.name)
+def test_every_data_json_loads(path):
+    assert read_data(path).value.dataset
+
+
+# When validations and questions are due, and the problems of settings that need them where there are none.
+
+VAL_RATE = {"dataset_param.basic_parameters.val_rate": 0.25}
+DATA = "data_7b.json"
+
+
+def test_validations_are_due_at_the_interval_and_after_the_last_step(tmp_path):
+    args = load(tmp_path, "--eval-interval", "30", data=VAL_RATE).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [30, 60, 90, 100]
+    args = load(tmp_path).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [100]  # every 1000, as in Megatron
+
+
+def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
+    asked = ("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact", "--eval-generate-interval", "40")
+    run = load(tmp_path, *asked)
+    assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
+    args = load(tmp_path).args
+    assert not any(asks(args, step) for step in range(1, 101))
+    assert "--eval-generate-questions is 'q.json', which is not a file" in run.missing  # a problem without --dry-run
+
+
+def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
+    for flags, data, expected in (((), VAL_RATE, True), ((), {}, False), (("--eval-iters", "0"), VAL_RATE, False),
+                                  (("--eval-iters", "5"), VAL_RATE, True),
+                                  ((), {"dataset_param.basic_parameters.val_rate": 0.0}, False)):
+        run = load(tmp_path, *flags, data=data)
+        assert validates(run.args, run.data) is expected
+
+
+def test_the_peers_flags_without_samples_give_a_note(tmp_path):
+    notes = load(tmp_path, "--eval-interval", "10000", "--eval-iters", "5000").notes
+    (note,) = [note for note in notes if "validation" in note]
+    assert note == (f"--eval-interval, --eval-iters: no effect: without val_dataset or val_rate in {tmp_path / DATA} "
+                    f"there is no validation")
+    assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
+
+
+@pytest.mark.parametrize(("flags", "data", "expected"), [
+    (("--save", "s", "--save-best"), {}, "--save-best: there is no validation: {data} has neither val_dataset "
+                                         "nor val_rate; add one of them to its basic_parameters"),
+    (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
+     "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or "
+     "remove it"),
+    (("--save-best",), VAL_RATE, "--save-best is given, but --save is missing: add --save, or remove --save-best"),
+    (("--early-stopping-patience", "0"), VAL_RATE,
+     "--early-stopping-patience is 0; expected an integer of at least 1"),
+    (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
+    (("--eval-generate-interval", "5"), {},
+     "--eval-generate-interval is given, but --eval-generate-questions is missing: add "
+     "--eval-generate-questions, or remove --eval-generate-interval"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.json"), {},
+     "--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+     "--eval-generate-rule to score your own questions"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.tsv", "--eval-generate-rule", "anls",
+      "--eval-generate-benchmark", "docvqa"), {},
+     "--eval-generate-rule and --eval-generate-benchmark are both given; keep one"),
+    (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
+])
+def test_impossible_settings_are_refused(tmp_path, flags, data, expected):
+    assert problems(tmp_path, *flags, data=data) == [expected.format(data=tmp_path / DATA)]

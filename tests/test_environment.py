@@ -1,6 +1,8 @@
-"""What a launcher's environment variables may say, and that no command shows a traceback for any other text."""
+"""The environment variables of a launcher, for which no command shows a traceback; imports without collection."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -55,3 +57,32 @@ def test_each_command_refuses_a_wrong_variable(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "error: The environment variable RANK is 'x'; expected" in said and "Traceback" not in said
+
+
+_PROGRAM = """
+import gc
+from mm.environment import without_collection
+
+with without_collection():
+    assert not gc.isenabled()
+    import decimal
+assert gc.isenabled() and gc.get_freeze_count() > 0
+gc.unfreeze()
+with without_collection():
+    import decimal
+assert gc.isenabled() and gc.get_freeze_count() == 0, "nothing was imported"
+try:
+    with without_collection():
+        import no_such_module
+except ImportError:
+    assert gc.isenabled()
+gc.disable()
+with without_collection():
+    import fractions
+assert not gc.isenabled(), "as before"
+"""
+
+
+def test_collection_pauses_and_leaves_out_what_was_imported() -> None:
+    """In a process of its own, because what is there afterwards is never collected."""
+    subprocess.run([sys.executable, "-c", _PROGRAM], check=True)
