@@ -1,6 +1,4 @@
-"""Errors: one exception for everything that a user can fix, and how problems are collected into it.
-
-Notes: what a user should know about valid settings.
+"""One exception for everything that a user can fix, and how problems are collected into it; notes on valid settings.
 
 Notes on what changes results are printed at every start.  Settings without effect are only counted there, and listed
 on request.

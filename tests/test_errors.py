@@ -37,7 +37,7 @@ def test_a_misspelling_gets_a_suggestion(word, known, expected):
 ])
 def test_a_flag_of_another_program_gets_no_suggestion(flag):
     """They share most letters with unrelated flags of this program, such as --lora-r."""
-    assert nearest(flag, TRAIN.fields) == ""
+    assert nearest(flag, TRAIN.flags) == ""
 
 
 @pytest.mark.parametrize(("text", "expected"), [
