@@ -68,7 +68,7 @@ def declared() -> "list[Requirement]":
 
 
 def declared_names() -> list[str]:
-    """The names alone, for a Python without ``packaging``."""
+    """Their names, for a Python without ``packaging``."""
     return [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in _requires() if ";" not in one]
 
 
@@ -76,18 +76,10 @@ def _requires() -> list[str]:
     return (importlib.metadata.requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []
 
 
-def is_outside(requirement: "Requirement", version: str) -> bool:
-    """Whether ``version`` is not one that was tested."""
-    return not requirement.specifier.contains(version, prereleases=True)
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep the garbage collector from running in the body, which imports modules, and from scanning them later.
-
-    It would scan the growing number of functions and classes again and again: a third of the time that a command needs
-    to start.
-    """
+    """Keep the garbage collector from running in the body, which imports modules, and from scanning them later: that
+    takes a third of the time that a command needs to start."""
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -106,10 +98,7 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True)
 class Launched:
-    """This process among the ranks of its launcher; the numbers of a process that no launcher started are the defaults.
-
-    A variable without a number counts as absent; ``launcher_problems`` reports it.
-    """
+    """This process among the ranks of its launcher, by environment variables; one without a number counts as absent."""
 
     rank: int = 0
     num_ranks: int | None = None
@@ -130,10 +119,8 @@ def _number(text: str) -> int | None:
 
 
 def launcher_problems(environment: Mapping[str, str], meets: bool = False) -> Iterator[str]:
-    """Variables that have no number, or one that contradicts another.
-
-    ``meets``: also those that are wrong or missing for the ranks to find each other.
-    """
+    """Variables that have no number, or one that contradicts another; with ``meets``, also those that are missing for
+    the ranks to find each other."""
     here = Launched.here(environment)
     last = None if here.num_ranks is None else here.num_ranks - 1
     lasts = [here.num_local_ranks - 1] if here.num_local_ranks else []
