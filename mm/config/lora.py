@@ -13,7 +13,18 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import STRICT, Count, Document, Fraction, Number, OrDefault, Patterns, changed, fields_of
+from mm.config.schema import (
+    STRICT,
+    Count,
+    Document,
+    Fraction,
+    Number,
+    OrDefault,
+    Patterns,
+    changed,
+    fields_of,
+    shown,
+)
 from mm.errors import NoEffect
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -56,14 +67,11 @@ PartWords = Annotated[
 
 @dataclass(frozen=True, config=STRICT)
 class LoraConfig:
-    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank].
-
-    Every linear layer of the Hugging Face model has its own A and B, even if its weight is part of a fused weight of
-    ours.  Without ``target_modules`` there are none.
-    """
+    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank] for each
+    linear layer of the Hugging Face model."""
 
     target_modules: Annotated[Patterns, OrDefault] = ()
-    """Patterns of linear layers: ``mm.weights.names.is_target``."""
+    """Patterns of linear layers (``mm.weights.names.is_target``); without any there are no adapters."""
     r: Count = 8
     """The rank of every adapter that ``rank_pattern`` does not name."""
     alpha: Alpha = 16.0
@@ -108,10 +116,10 @@ def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
 def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, given: Container[str]) -> Iterator[str]:
     """Contradictions between the model JSON, ``document``, and the ``given`` flags, even those with a default value."""
     for name in fields_of(LoraConfig):
-        in_json, in_flags, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
-        if flag_name(key) in given and document.get(key) is not None and in_json != in_flags:
-            yield (f"{flag_name(key)} is {_shown(in_flags)}, but {document.at(key)} is {_shown(in_json)}; both set the "
-                   f"same value, so keep one")
+        found, key = getattr(flags, name), f"lora_{name}"
+        if flag_name(key) in given and document.get(key) is not None and found != getattr(stated, name):
+            yield (f"{flag_name(key)} is {shown(found)}, but {document.at(key)} is {shown(document.get(key))}; both "
+                   f"set the same value, so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
@@ -125,10 +133,3 @@ def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str
     elif lora.apply_modules and not lora.mixed_training:
         yield NoEffect(["lora_apply_modules"], "it needs lora_mixed_training, as in MindSpeed-MM; to keep adapters out "
                                                "of a part, set freeze to true there", path)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        words = cast("tuple[tuple[object, ...] | str, ...]", value)
-        return " ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in words)
-    return f"{value:g}" if isinstance(value, float) else str(value)

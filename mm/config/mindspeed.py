@@ -1,8 +1,6 @@
-"""Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here, or that this version refuses.
+"""Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here or are refused, with the reasons.
 
-Words that have an effect are fields in ``mm.config.args``, ``mm.config.model`` and ``mm.config.data``.
-
-What other trainers do and this version does not, in the words of every message about it.
+Those that have an effect are fields in ``mm.config.args``, ``mm.config.model`` and ``mm.config.data``.
 """
 
 from collections.abc import Mapping

@@ -219,10 +219,7 @@ class ModelConfig:
 
     @property
     def encoder_batch_size(self) -> int:
-        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1.
-
-        A slot with only some of the ViT's layers gets patches one microbatch at a time.
-        """
+        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1: the others get one at a time."""
         return self.encoder_batch_microbatches if self.placement().has_whole_vit else 1
 
     @property
@@ -251,11 +248,7 @@ class ModelConfig:
 
 
 def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
-    """Read ``--mm-model``; raises UserError with every problem in the file.
-
-    MindSpeed-MM's files for video state the video token as ``img_context_token_id``, because there only one kind of
-    token is replaced.  Here both kinds are replaced, so images then get their published token.
-    """
+    """Read ``--mm-model``; raises UserError with every problem in the file."""
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_image_token(read.value, path)
     for key, tower in _towers(model):
@@ -264,7 +257,11 @@ def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
 
 
 def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
-    """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that."""
+    """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that.
+
+    MindSpeed-MM's files for video state the video token as ``img_context_token_id``, because only one kind is replaced
+    there.
+    """
     if model.image_token_id != model.video_token_id:
         return model, ()
     note = (f"{path}: img_context_token_id is {model.video_token_id}, which is the video token; videos use "
