@@ -20,18 +20,9 @@ from mm.families.family import (
 )
 
 TOKENS = ChatTokens(
-    image="<|image_pad|>",
-    video="<|video_pad|>",
-    vision_start="<|vision_start|>",
-    vision_end="<|vision_end|>",
-    turn_start="<|im_start|>",
-    turn_end="<|im_end|>",
-    box_start="<|box_start|>",
-    box_end="<|box_end|>",
-    others=("<|endoftext|>", "<|vision_pad|>"),
-    image_id=151655,
-    video_id=151656,
-    vision_start_id=151652,
+    image="<|image_pad|>", video="<|video_pad|>", vision_start="<|vision_start|>", vision_end="<|vision_end|>",
+    turn_start="<|im_start|>", turn_end="<|im_end|>", box_start="<|box_start|>", box_end="<|box_end|>",
+    others=("<|endoftext|>", "<|vision_pad|>"), image_id=151655, video_id=151656, vision_start_id=151652,
 )
 
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -140,28 +131,16 @@ def published_config(size: str) -> dict[str, Any]:
 _WEIGHTS = WeightNames(
     patch_embedding="visual.patch_embed.proj",
     vision_layer=LayerNames(
-        layers="visual.blocks",
-        first_norm="norm1",
-        qkv=("attn.qkv",),
-        projection="attn.proj",
-        second_norm="norm2",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-        has_bias=True,
+        layers="visual.blocks", first_norm="norm1", qkv=("attn.qkv",), projection="attn.proj", second_norm="norm2",
+        gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", has_bias=True,
     ),
     projector_norm="visual.merger.ln_q",
     projector_linears=("visual.merger.mlp.0", "visual.merger.mlp.2"),
     embedding="model.embed_tokens",
     language_layer=LayerNames(
-        layers="model.layers",
-        first_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        projection="self_attn.o_proj",
-        second_norm="post_attention_layernorm",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
+        layers="model.layers", first_norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), projection="self_attn.o_proj",
+        second_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
         has_bias=False,
     ),
     final_norm="model.norm",
@@ -172,13 +151,8 @@ _WEIGHTS = WeightNames(
 QWEN2_5_VL = Family(
     title="Qwen2.5-VL",
     mindspeed=MindSpeedNames(
-        model_ids=("qwen2_5vl", "qwen2vl"),
-        vision_ids=("qwen2vit", "qwen2_5_vit"),
-        projector_ids=("lnmlp",),
-        language_ids=("qwen2_5_lm",),
-        pipelines=("Qwen2VlPipeline",),
-        templates=("qwen2vl",),
-        collators=("qwen2vl",),
+        model_ids=("qwen2_5vl", "qwen2vl"), vision_ids=("qwen2vit", "qwen2_5_vit"), projector_ids=("lnmlp",),
+        language_ids=("qwen2_5_lm",), pipelines=("Qwen2VlPipeline",), templates=("qwen2vl",), collators=("qwen2vl",),
         converter="Qwen2_5_VLConverter",
     ),
     tokens=TOKENS,
