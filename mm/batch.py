@@ -23,8 +23,10 @@ counts as an image everywhere, because the ViT processes its temporal slices sep
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How an image's bytes become numbers, by channel: (byte / divisor - mean) / std.  Images have the divisor 255,
-    videos 1, with mean and std 255 times the checkpoint's, to match transformers' rounding."""
+    """How an image's bytes become numbers, by channel: (byte / divisor - mean) / std.
+
+    Videos have the divisor 1, and mean and std 255 times the checkpoint's, to match transformers' rounding.
+    """
 
     divisor: float
     mean: tuple[float, float, float]
@@ -94,8 +96,7 @@ class Microbatch:
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
-        """Concatenate microbatches, shortest first: the loss does not depend on their order, and adjacent segments of
-        equal length can share one attention call."""
+        """Concatenate microbatches, shortest first: adjacent segments of equal length share one attention call."""
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
         features = [one.features for one in ordered if one.features is not None]
@@ -194,8 +195,7 @@ def encoder_batches_of(microbatches: Sequence[Microbatch], size: int) -> list[tu
 
 
 def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple[int, ...]]:
-    """The numbers of the microbatches whose images pass the ViT together: those with images of every ``size``
-    consecutive ones.
+    """The numbers of the microbatches whose images pass the ViT together, of every ``size`` consecutive ones.
 
     ``skip_vision``: whether each skips the ViT, None without images.  Those that do pass only the projector, together.
     """

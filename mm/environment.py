@@ -78,8 +78,10 @@ def _requires() -> list[str]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep the garbage collector from running in the body, which imports modules, and from scanning them later: that
-    takes a third of the time that a command needs to start."""
+    """Keep the garbage collector from running in the body, which imports modules, and from scanning them later.
+
+    It takes a third of the time that a command needs to start.
+    """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
@@ -119,8 +121,10 @@ def _number(text: str) -> int | None:
 
 
 def launcher_problems(environment: Mapping[str, str], meets: bool = False) -> Iterator[str]:
-    """Variables that have no number, or one that contradicts another; with ``meets``, also those that are missing for
-    the ranks to find each other."""
+    """Variables that have no number, or one that contradicts another.
+
+    ``meets``: also those that are wrong or missing for the ranks to find each other.
+    """
     here = Launched.here(environment)
     last = None if here.num_ranks is None else here.num_ranks - 1
     lasts = [here.num_local_ranks - 1] if here.num_local_ranks else []

@@ -159,8 +159,7 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
 def add_note(error: BaseException, note: str) -> None:
     """Say below ``error`` what the program was doing.
 
-    Python 3.10 has no notes: there the note becomes a line of the message, unless the error has more than its message,
-    as an OSError has.
+    Without notes (Python 3.10), it becomes a line of the message, unless the error has more than its message.
     """
     if sys.version_info >= (3, 11):
         error.add_note(note)
@@ -171,8 +170,7 @@ def add_note(error: BaseException, note: str) -> None:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 
-    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word, or begin with
-    it.
+    Each piece of ``word`` must be close to a piece of the known word, or begin with it.
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
     match = next((one for one in close if all(

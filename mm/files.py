@@ -73,8 +73,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def wait_until_visible(path: Path, seconds: float) -> bool:
-    """Wait for an existing file, which a network file system may show to this machine up to a minute late; returns
-    whether it was seen in time."""
+    """Whether a file is seen in time that exists, but that a network file system may show up to a minute late."""
     until = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > until:

@@ -220,8 +220,7 @@ def node_id() -> str:
 
 
 def began(pid: int) -> str | None:
-    """When a process began, in the kernel's clock ticks since boot, because process ids are reused; None if there is
-    none or it is a zombie."""
+    """When a process began, in clock ticks since boot, as ids are reused; None if there is none or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -259,11 +258,10 @@ _EXTENSION = "Failed to load the backend extension: "
 def run_command(
     command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
 ) -> int:
-    """Run a program and return its exit status: that of ``command``, 2 after a UserError, which is printed, or 128 plus
-    the number of a signal.  After a signal, one rank prints what remains of the work (``kept``).
+    """Run a program; return its exit status: that of ``command``, 2 after a UserError, or 128 plus a signal's number.
 
-    ``is_rank``: the process may be in a collective, so it exits without returning.  ``signals``: for a command that
-    defers them.
+    After a signal, one rank prints what remains of the work (``kept``).  ``is_rank``: the process may be in a
+    collective, so it exits without returning.  ``signals``: for a command that defers them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -328,8 +326,7 @@ def is_first_rank() -> bool:
 
 
 def not_installed(error: ModuleNotFoundError) -> int:
-    """Report a missing package, as in a Python outside the environment; return the exit status, 2.  A missing module of
-    this repository is a bug, and raised."""
+    """Report a missing package and return the exit status, 2; a missing module of this repository is raised."""
     name = error.name or ""
     if name.partition(".")[0] in ("mm", "checkpoint"):
         raise error
@@ -341,8 +338,7 @@ def not_installed(error: ModuleNotFoundError) -> int:
 
 
 def not_loaded(error: RuntimeError) -> int:
-    """Report a device's extension that torch cannot load while it is imported; return the exit status, 2.  Any other
-    error is raised."""
+    """Report a device's extension that torch cannot import and return the exit status, 2; other errors are raised."""
     start, _, rest = str(error).partition(_EXTENSION)
     if start or not rest:
         raise error
@@ -353,12 +349,6 @@ def not_loaded(error: RuntimeError) -> int:
             f"this machine has devices for it, run the set-up of their software first (for Ascend: \"source "
             f"/usr/local/Ascend/cann/set_env.sh\"); if not, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 or uninstall {name}\n")
     return 2
-
-
-def print_notes_once(notes: Iterable[str]) -> None:
-    """Print, on rank 0 only, notes that every rank has.  They go to the standard error."""
-    if is_first_rank():
-        print_notes(notes, sys.stderr)
 
 
 def refused(error: UserError) -> int:
@@ -389,8 +379,7 @@ def status_of(action: Callable[[], int]) -> int:
 
 
 def _wait_for_the_launcher() -> None:
-    """Sleep while another rank prints the error, whose exit makes the launcher end this process; limited, in case only
-    this rank has found the error."""
+    """Sleep until the launcher ends this process, at most for a while: perhaps only this rank has found the error."""
     time.sleep(_LAUNCHER_SECONDS)
 
 

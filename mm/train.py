@@ -21,7 +21,6 @@ from mm.process import (
     end_with_launcher,
     is_first_rank,
     print_notes,
-    print_notes_once,
     run_command,
     status_of,
 )
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 128 plus the number
-    of a signal that has stopped the run."""
+    """Run and return the exit status: 0, 2 after reporting every mistake of the user, or 128 plus a signal's number."""
     words, signals = sys.argv[1:] if argv is None else argv, StopSignals()
     return run_command(lambda: _run(words, signals), lambda: _kept(words), is_rank=True, signals=signals)
 
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _kept(words: Sequence[str]) -> str:
     """What remains after a signal that ended the run at once, for its message.
 
-    Imports nothing: the signal may have interrupted the import of torch, and then no part of torch can be imported.
+    Imports nothing: no part of torch can be imported after its import was interrupted.
     """
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:
@@ -134,7 +132,8 @@ def train(run: Run, signals: StopSignals) -> int:
             from mm.device.device import Device, peak_notes
 
             device = Device.pick(args.device, args.deterministic_mode)
-            print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
+            if is_first_rank():
+                print_notes((*device.notes, *peak_notes(device.platform, device.name)), sys.stderr)
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
             from mm.run.loop import Trainer

@@ -360,8 +360,7 @@ class Arguments(HasPrecision):
 
     @property
     def gathers_during_forward(self) -> bool:
-        """Whether updated weights arrive during the next forward pass, except weights in shards, whose buckets are
-        gathered when they are used."""
+        """Whether updated weights arrive as a whole during the next forward pass; weights in shards never do."""
         return self.overlap_param_gather and not self.shards_weights
 
     @property

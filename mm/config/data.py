@@ -59,10 +59,7 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 @dataclass(frozen=True, config=STRICT)
 class Attributes:
-    """Names of the columns and roles in the dataset, with LLaMA-Factory's keys and defaults.
-
-    ``mm.data.records.formats`` looks for the usual names if a record has none of these.
-    """
+    """Names of columns and roles in the dataset; ``mm.data.records.formats`` looks for usual ones if there are none."""
 
     formatting: Formatting = "sharegpt"
     """Lists of messages, or a column for the question and one for the answer."""

@@ -165,7 +165,7 @@ def _peer_notes(benchmark: str | None) -> Iterator[str]:
 
 
 def _with_defaults(asking: Asking[EvaluateArguments], benchmark: str | None) -> Asking[EvaluateArguments]:
-    """Default to greedy decoding and, for a benchmark, to its published image sizes, unless the user has set them."""
+    """Greedy decoding and, for a benchmark, its published image sizes, unless the user has set them."""
     args, file = asking.args, asking.inference
     has_sizes = asking.data is not None or (args.image_min_pixels, args.image_max_pixels) != (None, None) or (
         file is not None and (file.min_pixels, file.max_pixels) != (None, None))

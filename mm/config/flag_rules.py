@@ -143,8 +143,7 @@ def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the
-    layout."""
+    """With the mean over microbatches, a sample's weight depends on its microbatch, so that must not on the layout."""
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
                f"microbatch, so a sample's weight would depend on the number of ranks; use --calculate-per-sample-loss "
@@ -170,10 +169,7 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 
 def _deals_by_layout(args: Arguments, data: DataConfig) -> str:
-    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none.
-
-    With one sample per microbatch the distribution over ranks does not matter.
-    """
+    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none."""
     if data.packs:
         return "packing"
     return f"sampler_type {data.sampler_type!r}" if data.is_balanced and args.micro_batch_size > 1 else ""

@@ -77,8 +77,7 @@ class RecomputeConfig:
         return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
 
     def whole_layers(self, layers: range) -> range:
-        """The layers of one chunk that are recomputed as a whole, as in Megatron: the first ``num_layers`` with method
-        "block", all with "uniform"."""
+        """The layers of one chunk that are recomputed as a whole: the first ``num_layers`` with "block", else all."""
         if self.granularity != "full":
             return layers[:0]
         return layers[: self.num_layers if self.method == "block" else None]

@@ -67,8 +67,7 @@ PartWords = Annotated[
 
 @dataclass(frozen=True, config=STRICT)
 class LoraConfig:
-    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank] for
-    each linear layer of the Hugging Face model."""
+    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank]."""
 
     target_modules: Annotated[Patterns, OrDefault] = ()
     """Patterns of linear layers (``mm.weights.names.is_target``); without any there are no adapters."""

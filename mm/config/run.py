@@ -131,8 +131,7 @@ class Run:
 
     @property
     def microbatch_unit(self) -> int:
-        """With packs, the number of microbatches of each replica is a multiple of this, because a chunk processes as
-        many in a row as there are stages: with another number, some steps would need more memory than others."""
+        """With packs, each replica has a multiple of this: a chunk processes as many in a row as there are stages."""
         return self.num_stages if self.num_chunks > 1 else 1
 
     @property
