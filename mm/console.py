@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from types import TracebackType
@@ -133,7 +133,7 @@ _BEAT_SECONDS = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Context that shows the progress of ``total`` parts of work, of which ``done`` are already done."""
 
     def __init__(
@@ -173,9 +173,6 @@ class Progress:
             for item in items:
                 yield item
                 self.update()
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(is_whole=error is None)

@@ -39,8 +39,6 @@ class UserError(ValueError):
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, marks that change the writing direction, and lone surrogates."""
-
-
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@\"']*@")
 """``user:password@`` of a URL."""
 _SIGNED = re.compile(
@@ -128,8 +126,7 @@ def reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = file_error(error)
-        if problem is None:
+        if (problem := file_error(error)) is None:
             raise
         raise problem from error
 

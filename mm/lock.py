@@ -16,12 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-
-from typing_extensions import Self
 
 from mm.errors import UserError, refuse, writing
 from mm.files import json_object, regular
@@ -152,7 +150,7 @@ class Lock:
                         self.path.unlink()
 
 
-class Claim:
+class Claim(AbstractContextManager["Claim"]):
     """The directories that a run has locked; none on most ranks."""
 
     def __init__(self) -> None:
@@ -198,9 +196,6 @@ class Claim:
         self._has_ended = True
         for lock, _ in self._locks:
             lock.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

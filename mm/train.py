@@ -99,28 +99,21 @@ def check_files(run: Run, claim: Claim) -> "Checked":
     return checked
 
 
-def check_node(run: Run) -> None:
-    """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
-    with loading(is_first_rank()):
-        from mm.run.resources import Node, node_problems
-
-    notes: list[str] = []
-    refuse(node_problems(run, Node.here(), notes))
-    print_notes(notes)
-
-
 def train(run: Run, signals: StopSignals) -> int:
     """Train on this process's device, as one rank of the launcher's world; returns the exit status.
 
     One rank of each node checks the node.  Only rank 0 checks the files, and decides; the others follow it, or end
     with it if it finds a problem.  However the run ends, the directories that were claimed are released.
     """
-    if Launched.here().local_rank == 0:
-        check_node(run)
     with loading(is_first_rank()):
         from mm.parallel.health.rendezvous import Rendezvous
         from mm.parallel.health.watchdog import Watchdog
+        from mm.run.resources import Node, node_problems
 
+    if Launched.here().local_rank == 0:
+        notes: list[str] = []
+        refuse(node_problems(run, Node.here(), notes))
+        print_notes(notes)
     args, minutes = run.args, run.args.distributed_timeout_minutes
     facts = {**software(), **shared_settings(run)}
     with Claim() as claim, Watchdog(

@@ -73,7 +73,7 @@ FLAGS: Mapping[str, FlagRow] = {
     **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
     "--fsdp2-config-path": Inert(
-        "with --use-torch-fsdp2 all weights are sharded over all ranks that hold the same ones, in a unit for each "
+        "with --use-torch-fsdp2 all weights are sharded over all ranks that hold the same ones, in a bucket for each "
         "layer; the flags decide precision and recomputation"),
     "--mm-tool": Inert("the profiler is configured by --profile and the other --profile flags, not by that file"),
     **rows(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),

@@ -251,9 +251,8 @@ def parallel_problems(run: Run) -> Iterator[str]:
     """Numbers of ranks, stages, heads and samples that do not divide evenly."""
     yield from _context_problems(run)
     args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
-    strange = [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]
-    if strange:
-        yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
+    if absent := [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]:
+        yield (f"--profile-ranks has {', '.join(map(str, absent))}, but the world size is {run.world_size}; expected "
                f"ranks from 0 to {run.world_size - 1}")
     for key, count in run.model.counts_to_divide.items():
         if count % run.tp_size:
