@@ -96,9 +96,9 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     """Time one stage, then two, in new processes; or, with ``--is-rank``, work as one of these."""
     if flags.is_rank:
         device = Device.pick("cpu")
-        from benchmarks.step.cpu import measure
+        from benchmarks.step.cpu import against_peer
 
-        found = measure(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
+        found = against_peer(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
         return _reported(found, flags)
     results = []
     for num_stages in (1, 2):
@@ -117,9 +117,9 @@ def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     if not flags.is_rank:
         return _on_two_ranks("encoder", flags, own_arguments)
     device = Device.pick("cpu")
-    from benchmarks.step.encoder import measure
+    from benchmarks.step.cpu import encoders
 
-    return _reported(measure(device, flags.rounds, flags.quick, flags.sequence_parallel), flags)
+    return _reported(encoders(device, flags.rounds, flags.quick, flags.sequence_parallel), flags)
 
 
 def sharding(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
@@ -127,9 +127,9 @@ def sharding(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     if not flags.is_rank:
         return _on_two_ranks("sharding", flags, own_arguments)
     device = Device.pick("cpu")
-    from benchmarks.step.sharding import measure
+    from benchmarks.step.cpu import strategies
 
-    return _reported(measure(device, flags.rounds, flags.num_microbatches, flags.quick), flags)
+    return _reported(strategies(device, flags.rounds, flags.num_microbatches, flags.quick), flags)
 
 
 def _on_two_ranks(name: str, flags: argparse.Namespace, own_arguments: list[str]) -> bool:
