@@ -59,7 +59,6 @@ def block(records: list[dict]) -> str:
     parts += [
         table(("what", "measured"), _figure_rows(results)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
-        _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _correctness(results),
         _not_done(results),
     ]
@@ -100,10 +99,8 @@ def _figures(results: Results) -> Iterator[tuple[str, float | None, str]]:
         rates = [side["tokens_per_second"] if side else None for side in sides]
         yield f"tokens/s relative to transformers, {what}", _ratio(*rates), "x"
     small, large = results.step("step", OURS), results.step("large", OURS)
-    of_ceiling = "share of the measured matrix-product rate"
-    yield f"3B: model FLOP/s, {of_ceiling}", _ceiling_share(small, "model_flops"), "%"
-    yield f"7B, ViT frozen, recomputed: model FLOP/s, {of_ceiling}", _ceiling_share(large, "model_flops"), "%"
-    yield f"7B, the same with FLOPs of recomputation, {of_ceiling}", _ceiling_share(large, "hardware_flops"), "%"
+    yield ("7B, ViT frozen: FLOP/s with recomputation, share of the measured matrix-product rate",
+           _hardware_share(large), "%")  # fmt: skip
     floor_ms = None
     if small and small["phases_ms"] and results.copy_gbps:
         floor_ms = OPTIMIZER_BYTES_PER_PARAM * small["params_trained"] / results.copy_gbps / 1e6
@@ -125,11 +122,11 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-def _ceiling_share(step: dict | None, flops: str) -> float | None:
-    """Percent of the measured ceiling at which these FLOPs ran."""
+def _hardware_share(step: dict | None) -> float | None:
+    """Percent of the measured ceiling at which the FLOPs of ``step`` ran, with those of recomputation."""
     if step is None or step["share_of_measured_ceiling"] is None:
         return None
-    return 100 * step["share_of_measured_ceiling"] * step[flops] / step["model_flops"]
+    return 100 * step["share_of_measured_ceiling"] * step["hardware_flops"] / step["model_flops"]
 
 
 STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "by published figures", "tokens/s",
@@ -186,15 +183,6 @@ def _lengths(samples: Sequence[Sample]) -> Lengths:
 
 def _with_error(predicted: float, measured: float) -> str:
     return f"{predicted:.3f} ({predicted / measured - 1:+.1%})"
-
-
-PHASES = ("start", "forward", "backward", "optimizer")
-
-
-def _phase_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    for label, side, step in _steps(results):
-        if step["phases_ms"]:
-            yield label, side, *(_number(step["phases_ms"].get(name)) for name in PHASES)
 
 
 def _correctness(results: Results) -> list[str]:
