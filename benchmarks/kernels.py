@@ -38,7 +38,7 @@ BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "memory-efficient": SDPBackend.
             "cuDNN": SDPBackend.CUDNN_ATTENTION}  # fmt: skip
 NUM_SAMPLES, NUM_TINY_SAMPLES = 12, 2
 MIN_MIXED_TOKENS = 2000
-"""Enough for more than one picture."""
+"""Enough for more than one image."""
 
 Form = Callable[[], Any]
 """Returns a tensor or a tuple of tensors, or works in place and returns None."""
@@ -109,7 +109,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """Segments of equal and of mixed lengths: the LLM's samples, the ViT's windows and its whole pictures."""
+    """Segments of equal and of mixed lengths: the LLM's samples, the ViT's windows and its whole images."""
     num_samples, tokens = bench.num_samples, num_tokens(bench.sample)
     mixed = mixed_samples(max(num_samples * tokens, MIN_MIXED_TOKENS), seed=0)
     mixed_grids = [grid for grids, _ in mixed for grid in grids]
@@ -122,7 +122,7 @@ def attention(bench: Bench) -> None:
         plan = plan_vision(grids, vision.patch_size, vision.spatial_merge_size, vision.window_attn_size)
         full = {"tower": vision, "causal": False}
         compare(bench, f"ViT windows, {name}", plan.window_lengths, has_mask=True, **full)
-        compare(bench, f"ViT pictures, {name}", plan.image_lengths, **full)
+        compare(bench, f"ViT images, {name}", plan.image_lengths, **full)
     windows = plan_vision(equal_grids[:1], vision.patch_size, vision.spatial_merge_size, vision.window_attn_size)
     window_error(bench, windows.window_lengths)
 

@@ -44,7 +44,7 @@ COMMANDS = {
     "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies",
                "--max-samples", "192"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "40", "--rounds", "1"),
-    "index": ("benchmarks.data.index", "--records", "800", "--pictures", "5", "--processes", "1"),
+    "index": ("benchmarks.data.index", "--records", "800", "--images", "5", "--processes", "1"),
 }
 
 
@@ -195,7 +195,7 @@ def test_cpu_step(started: dict[str, Future]) -> None:
 
 def test_encoder_placements(started: dict[str, Future]) -> None:
     results = started["encoder"].result()
-    assert [result["pictures"] for result in results] == ["even", "mixed", "one"]
+    assert [result["batch"] for result in results] == ["even", "mixed", "one"]
     for result in results:
         assert result["patches"] > 0 and result["seconds"]["cut"] > 0
         for encoder in ("whole", "together"):

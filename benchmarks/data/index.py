@@ -1,9 +1,9 @@
 """How long it takes to check and index a large data file: at the first start, and at the second.
 
-    python -m benchmarks.data.index [--records 1000000] [--pictures 1000] [--processes N] [--output FILE.json]
+    python -m benchmarks.data.index [--records 1000000] [--images 1000] [--processes N] [--output FILE.json]
     python -m benchmarks.data.index --rows 100000000
 
-Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
+Generates LLaVA-like records (a JSON list) that share some images, checks and measures them as the first start of a
 training does, then opens them again in a fresh process.  The tokenizer is a small one of the same kind as Qwen's, so
 trust tokens per second more than samples per second.  Prints JSON.
 
@@ -65,17 +65,17 @@ def checkpoint_sizes() -> "Sizes":
     return Sizes(num_merges=1500, vocab_size=1800)
 
 
-def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
+def write_inputs(folder: Path, num_records: int, num_images: int) -> None:
     """Pictures, tokenizer, records and data JSON."""
     from demo.tiny_checkpoint import build
     from tests.tiny_inputs import write_data
 
     rng, pixels = random.Random(0), np.random.default_rng(0)
-    (folder / "pictures").mkdir(parents=True)
-    for number in range(num_pictures):
+    (folder / "images").mkdir(parents=True)
+    for number in range(num_images):
         coarse = pixels.integers(0, 256, (60, 80, 3), dtype=np.uint8)
         size = rng.choice([(640, 480), (480, 640), (640, 427), (500, 375)])
-        Image.fromarray(coarse).resize(size).save(folder / "pictures" / f"{number:012}.jpg")
+        Image.fromarray(coarse).resize(size).save(folder / "images" / f"{number:012}.jpg")
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "ou", "an", "er", "in")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(3000)]
     texts = [[json.dumps(f"{' '.join(rng.choices(words, k=count)).capitalize()}.")
@@ -83,14 +83,14 @@ def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
     with (folder / "records.json").open("w", encoding="utf-8") as file:
         for number in range(num_records):
             first, answer, second, last = (rng.choice(kind) for kind in texts)
-            file.write(f'{"," if number else "["}\n{{"id": "{number:012}", "image": "{number % num_pictures:012}.jpg", '
+            file.write(f'{"," if number else "["}\n{{"id": "{number:012}", "image": "{number % num_images:012}.jpg", '
                        f'"conversations": [{{"from": "human", "value": "<image>\\n{first[1:]}}}, '
                        f'{{"from": "gpt", "value": {answer}}}, {{"from": "human", "value": {second}}}, '
                        f'{{"from": "gpt", "value": {last}}}]}}')
         file.write("\n]\n")
     build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=checkpoint_sizes())
     write_data(folder, folder / "records.json", {"image_max_pixels": 262144},
-               dataset_dir=str(folder / "pictures"), cache_dir=str(folder / "cache"))  # fmt: skip
+               dataset_dir=str(folder / "images"), cache_dir=str(folder / "cache"))  # fmt: skip
 
 
 def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]:
@@ -136,7 +136,7 @@ def saving(folder: Path, num_rows: int) -> dict[str, float]:
 
 
 def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: int) -> int:
-    """Write rows of records of about a kilobyte with one picture each, the first of which follows a record that ends at
+    """Write rows of records of about a kilobyte with one image each, the first of which follows a record that ends at
     ``end``; returns the end of the last."""
     rows, sizes = np.zeros(count, ROW), rng.integers(500, 3000, count)
     patches = 2 * rng.integers(4, 21, count) * 2 * rng.integers(4, 21, count)
@@ -201,9 +201,9 @@ def in_fresh_process(name: str, folder: Path, *words: str) -> dict[str, float]:
     return json.loads(output.read_text())
 
 
-def measure(num_records: int, num_pictures: int, num_processes: int, folder: Path) -> dict[str, Any]:
+def measure(num_records: int, num_images: int, num_processes: int, folder: Path) -> dict[str, Any]:
     """Both starts."""
-    write_inputs(folder, num_records, num_pictures)
+    write_inputs(folder, num_records, num_images)
     first = start(folder, num_processes)
     second = in_fresh_process("start", folder, "--processes", str(num_processes))
     return {
@@ -218,7 +218,7 @@ def measure(num_records: int, num_pictures: int, num_processes: int, folder: Pat
 def main(argv: list[str]) -> None:
     parser = command(__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=num_cores())
     parser.add_argument("--rows", type=int, help="number of generated rows of an index, in place of a data file")
     parser.add_argument("--alone", choices=ALONE, help=argparse.SUPPRESS)
@@ -231,7 +231,7 @@ def main(argv: list[str]) -> None:
         result = at_scale(flags.rows)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(flags.records, flags.pictures, flags.processes, Path(folder))
+            result = measure(flags.records, flags.images, flags.processes, Path(folder))
     report(result, flags.output)
 
 

@@ -41,14 +41,14 @@ NUM_TEXT_TOKENS = 150
 NUM_LAYERS, NUM_QUICK_LAYERS = 8, 2
 """Layers of each tower.  With two stages, the ViT is on the first and the LLM on the second."""
 NUM_FEW_TOKENS = 40
-PICTURES: dict[str, list[Sample]] = {
+BATCHES: dict[str, list[Sample]] = {
     "even": [(((1, 24, 16), (1, 16, 24)), NUM_FEW_TOKENS)] * 3,
     "mixed": [(((1, 12, 16), (1, 24, 24)), NUM_FEW_TOKENS), (((1, 16, 20),), NUM_FEW_TOKENS),
               (((1, 20, 28), (1, 8, 12), (1, 16, 16)), NUM_FEW_TOKENS)],
     "one": [(((1, 40, 56),), 3 * NUM_FEW_TOKENS)],
 }  # fmt: skip
-"""Samples of a microbatch with little text, whose pictures two ranks can divide evenly, about evenly, or not at all."""
-QUICK_PICTURES: dict[str, list[Sample]] = {
+"""Samples of a microbatch with little text, whose images two ranks can divide evenly, about evenly, or not at all."""
+QUICK_BATCHES: dict[str, list[Sample]] = {
     "even": [(((1, 8, 4), (1, 4, 8)), 8)],
     "mixed": [(((1, 4, 8), (1, 8, 8)), 8), (((1, 8, 6),), 8)],
     "one": [(((1, 12, 16),), 16)],
@@ -96,9 +96,9 @@ def trained_model(is_quick: bool) -> ModelConfig:
 
 
 def batch_of(model: ModelConfig, step: int, num_samples: int, num_microbatches: int) -> list[Microbatch]:
-    """Samples with a picture of 384 patches, alternately upright and wide; every fourth sample has none."""
-    picture = itertools.cycle([((1, 24, 16),), ((1, 16, 24),), ((1, 24, 16),), ()])
-    samples: list[Sample] = [(next(picture), NUM_TEXT_TOKENS) for _ in range(num_samples * num_microbatches)]
+    """Samples with an image of 384 patches, alternately upright and wide; every fourth sample has none."""
+    image = itertools.cycle([((1, 24, 16),), ((1, 16, 24),), ((1, 24, 16),), ()])
+    samples: list[Sample] = [(next(image), NUM_TEXT_TOKENS) for _ in range(num_samples * num_microbatches)]
     batch = [random_microbatch(model, samples[first : first + num_samples], seed=1000 * step + first)
              for first in range(0, len(samples), num_samples)]  # fmt: skip
     return list(in_pipeline_order(model, batch))
@@ -174,15 +174,15 @@ def check_same(firsts: list[tuple[float, float]]) -> None:
 
 
 def encoders(device: Device, rounds: int, is_quick: bool, sequence_parallel: bool) -> list[dict[str, Any]] | None:
-    """For each of ``PICTURES`` or ``QUICK_PICTURES``, the time of a step with each of ``ENCODERS``.
+    """For each of ``BATCHES`` or ``QUICK_BATCHES``, the time of a step with each of ``ENCODERS``.
 
     Ratios are cut / whole and cut / together.  Only the first rank returns a result.
     """
     torch.set_num_threads(1)
     model = trained_model(is_quick)
-    pictures = QUICK_PICTURES if is_quick else PICTURES
+    samples_of = QUICK_BATCHES if is_quick else BATCHES
     batches = {name: [random_microbatch(model, samples, seed) for seed in range(NUM_MICROBATCHES)]
-               for name, samples in pictures.items()}  # fmt: skip
+               for name, samples in samples_of.items()}  # fmt: skip
     predicted = predicted_ratios(device, model, batches, sequence_parallel, 1 if is_quick else NUM_ROUNDS)
     tensors = random_tensors(model, device.torch_device, torch.float32)
     seconds = {name: {encoder: list[float]() for encoder in ENCODERS} for name in batches}
@@ -200,7 +200,7 @@ def encoders(device: Device, rounds: int, is_quick: bool, sequence_parallel: boo
         return None
     totals = {name: BatchTotals.of(batch, model.vision) for name, batch in batches.items()}
     return [
-        {"pictures": name, "sequence_parallel": sequence_parallel, "tokens": totals[name].num_tokens,
+        {"batch": name, "sequence_parallel": sequence_parallel, "tokens": totals[name].num_tokens,
          "patches": totals[name].num_patches, "images": totals[name].num_images,
          "seconds": {encoder: statistics.median(times) for encoder, times in of.items()},
          "time_ratio": {encoder: median_ratio(of[CUT], of[encoder]) for encoder in (WHOLE, TOGETHER)},
