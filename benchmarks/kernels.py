@@ -139,7 +139,7 @@ def compare(
     found = forms(bench, segments, causal, is_grouped=heads != tower.num_query_groups, has_mask=has_mask)
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in segments.lengths)
     facts = {"shapes": [rows, heads, tower.num_query_groups, dim], "num_segments": len(segments.lengths),
-             "num_stretches": len(segments.stretches)}  # fmt: skip
+             "num_equal_runs": len(segments.stretches)}  # fmt: skip
     forward = {name: functools.partial(form, q, k, v) for name, form in found.items()}
     parts = {
         "forward": {name: torch.no_grad()(form) for name, form in forward.items()},
@@ -154,11 +154,11 @@ def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_
     """All forms by name.  "Repeated heads" gives each query head its own copy of keys and values."""
     attend = functools.partial(sdpa, causal=causal)
     one_by_one = dataclasses.replace(segments, stretches=tuple((length, 1) for length in segments.lengths))
-    stretch = functools.partial(by_stretch, segments=segments, attend=attend)
+    by_runs = functools.partial(by_stretch, segments=segments, attend=attend)
     varlen = functools.partial(variable_length, segments=segments, causal=causal)
     found: dict[str, Attend] = {
         LOOP: functools.partial(by_stretch, segments=one_by_one, attend=attend),  # transformers' ViT does this
-        "SDPA by stretch": stretch,
+        "SDPA by length": by_runs,
         OURS: lambda q, k, v: bench.device.kernels.attention(q, k, v, segments, causal),
     }
     if has_mask:
@@ -168,11 +168,11 @@ def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_
         found[MASK] = functools.partial(masked, mask=mask)
     if bench.device.platform.name != "cpu":
         found["variable length"] = varlen
-        found |= {f"SDPA by stretch, {name}": functools.partial(_through, backend, stretch)
+        found |= {f"SDPA by length, {name}": functools.partial(_through, backend, by_runs)
                   for name, backend in BACKENDS.items()}  # fmt: skip
     if is_grouped:
         repeated = {f"{name}, repeated heads": functools.partial(_repeated, form)
-                    for name, form in found.items() if "by stretch" in name or "variable" in name}  # fmt: skip
+                    for name, form in found.items() if "by length" in name or "variable" in name}  # fmt: skip
         found |= repeated
     return found
 

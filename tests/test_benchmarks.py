@@ -250,7 +250,7 @@ def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> N
 def test_mixed_samples_reach_attention_of_different_lengths(started: dict[str, Future]) -> None:
     records = records_of(started["hour"].result() / "records.jsonl")
     (mixed,) = of_kind(records, "kernel", case="LLM, mixed lengths", name=OURS, part="forward")
-    assert mixed["num_stretches"] == mixed["num_segments"] > 2
+    assert mixed["num_equal_runs"] == mixed["num_segments"] > 2
     (ours,), (theirs,) = (of_kind(records, "side", label="mixed", side=side) for side in (OURS, PEER))
     for step in (ours, theirs):
         assert step["phases_ms"].keys() == {"start", "forward", "backward", "optimizer"}
