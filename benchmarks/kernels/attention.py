@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.kernels.bench import Bench, relative_difference, with_backward
 from benchmarks.records import OURS
 from mm.device.attention import Segments, by_stretch, sdpa
-from mm.model.qwen2_5_vl.positions import plan_vision
+from mm.model.qwen2_5_vl.arithmetic import plan_vision
 from tests.workload import mixed_samples, num_tokens
 
 LOOP, MASK = "SDPA, segment by segment", "SDPA, one masked call"

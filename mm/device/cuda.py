@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: torch's flash kernels, compiled leaves, cuBLAS with fp32 sums, and messages by NCCL."""
+"""NVIDIA's GPUs: torch's flash kernels, compiled kernel functions, cuBLAS with fp32 sums, and messages by NCCL."""
 
 import functools
 import inspect
@@ -9,7 +9,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from mm.device.accelerator import AcceleratorRuntime
 from mm.device.attention import (
     PLAIN,
     Gradients,
@@ -21,8 +20,8 @@ from mm.device.attention import (
     check_cover,
     sdpa,
 )
-from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, plain_accumulate, rms_norm
-from mm.device.platform import KnownDevice, Links, Platform, Variable, torch_profiler
+from mm.device.kernels import Fuse, Kernels, eager_kernels, fused_kernels, plain_accumulate, rms_norm
+from mm.device.platform import AcceleratorRuntime, KnownDevice, Links, Platform, Variable, torch_profiler
 from mm.device.pointwise import rounded_at_random
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
@@ -127,10 +126,10 @@ def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: boo
 
 
 def _kernels(fuse: Fuse | None) -> Kernels:
-    leaves, rounded = eager_leaves(), rounded_at_random
+    functions, rounded = eager_kernels(), rounded_at_random
     if fuse is not None:
-        leaves, rounded = fused_leaves(fuse), fuse(rounded_at_random)
-    return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *leaves,
+        functions, rounded = fused_kernels(fuse), fuse(rounded_at_random)
+    return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *functions,
                    cuda_accumulate, rounded)
 
 
@@ -259,7 +258,7 @@ CUDA = Platform(
         "NCCL_ALGO": Variable("Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS"), "Megatron-LM asks for it"),
     },
     switches=_switches,
-    compiles_leaves=True,
+    compiles_kernels=True,
     kernels=_kernels,
     sdpa_kv_heads=_sdpa_kv_heads,
     adam_obeys_scale=True,

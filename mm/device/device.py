@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import PartialAttention
-from mm.device.compiled import compile_fault, compiled
 from mm.device.cpu import CPU
 from mm.device.cuda import CUDA
-from mm.device.kernels import AddNormLeaves, Kernels, LogitKernels
+from mm.device.kernels import AddNormKernels, Kernels, LogitKernels, compile_fault, compiled
 from mm.device.npu import NPU
 from mm.device.platform import KnownDevice, Platform, Runtime, make_deterministic
 from mm.device.shims import apply_shims
@@ -125,7 +124,7 @@ class Device:
                             f"{platform.name} devices; start at most {num_devices} ranks on it")
         platform.prepare(index)
         apply_shims(platform.shims)
-        if not platform.compiles_leaves:
+        if not platform.compiles_kernels:
             return cls(platform, index, platform.kernels(None))
         fault = compile_fault(platform.runtime(index).torch_device)
         if fault is not None:
@@ -239,7 +238,7 @@ def kernel_name(kernel: Any) -> str | bool | None:
     function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
-    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormLeaves) else kernel
+    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormKernels) else kernel
     kernel = kernel.sums if isinstance(kernel, LogitKernels) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel

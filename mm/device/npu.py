@@ -16,7 +16,6 @@ from packaging.version import Version
 from torch import Tensor
 
 from mm.device import pointwise
-from mm.device.accelerator import AcceleratorRuntime
 from mm.device.attention import (
     Gradients,
     Pairs,
@@ -28,7 +27,7 @@ from mm.device.attention import (
     pieces,
 )
 from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
-from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, Variable
+from mm.device.platform import AcceleratorRuntime, KnownDevice, Links, MachineFinding, Platform, Variable
 from mm.device.pointwise import Heads
 from mm.device.shims import COMMON_SHIMS, Shim
 from mm.environment import installed
@@ -157,7 +156,7 @@ def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """A leaf like ``mm.device.pointwise.rope``, but the values are copied, so ``qkv`` can be freed."""
+    """A kernel function like ``mm.device.pointwise.rope``, but the values are copied, so ``qkv`` can be freed."""
     q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
     return q, k, v.clone()
 
@@ -355,7 +354,7 @@ NPU = Platform(
         "ATB_MATMUL_SHUFFLE_K_ENABLE": Variable("0", None, "Ascend's guides; ATB's own set_env.sh sets 1"),
     },
     switches=_switches,
-    compiles_leaves=False,
+    compiles_kernels=False,
     kernels=_kernels,
     sdpa_kv_heads=lambda *_: None,
     adam_obeys_scale=False,  # torch_npu's accepts both arguments and ignores them

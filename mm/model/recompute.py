@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mm.checkpoint.pipelined_write import host_segment
 from mm.device.device import Device
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
 
 PAGE_BYTES = 16 << 20
 """Memory is copied in pages: large enough for the speed of the link, and small enough that the last page of a layer
@@ -105,7 +105,7 @@ class _Memory:
         self._here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def pairs(self, pages: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of it, and their places on ``pages`` from the byte ``start``."""
+        """RowShards of it, and their places on ``pages`` from the byte ``start``."""
         for page, there, here in on_pages(start, self.num_bytes, PAGE_BYTES):
             own = slice(here.start // self.dtype.itemsize, here.stop // self.dtype.itemsize)
             yield self.block[own], pages[page][there].view(self.dtype)
@@ -169,7 +169,7 @@ class HostActivations:
 
     def __init__(self, device: Device) -> None:
         self.pages = HostPages(device)
-        self._device, self._queue = device, device.runtime.side_queue()
+        self._device, self._queue = device, device.runtime.side_stream()
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
         """Blocks that are being fetched, kept until the computing stream waits for it: if no tensor uses them any
@@ -225,8 +225,8 @@ class HostActivations:
         memories = own.memories()
         last, start = memories[-1]
         own.pages = self.pages.take(start + last.num_bytes)
-        self._queue.mark()
-        with self._queue.behind_mark():
+        self._queue.record_event()
+        with self._queue.after_event():
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
                     self._device.runtime.start_copying_back(here, there)
@@ -240,8 +240,8 @@ class HostActivations:
         for memory, _ in memories:
             memory.allocate()
         self._held += [memory.block for memory, _ in memories]
-        self._queue.mark()
-        with self._queue.behind_mark():
+        self._queue.record_event()
+        with self._queue.after_event():
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
                     here.copy_(there, non_blocking=True)
@@ -264,14 +264,14 @@ LinearInput = Tensor | Remade
 
 
 def apply_linear(
-    linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
+    linear: nn.Module, x: LinearInput, sharded: ShardedRows | None = None, keys: Tensor | None = None
 ) -> Any:
     """Apply ``linear`` to ``x``; if ``x`` is ``Remade``, autograd keeps the function ``again`` instead of the tensor.
 
     Saved tensors are matched by address and shape; our linear layers save neither other views nor copies of ``made``.
     """
     if isinstance(x, Tensor):
-        return linear(x, cut, keys)
+        return linear(x, sharded, keys)
     made, address = x.made, (x.made.data_ptr(), x.made.shape)
     keep, again, to_keep = x.keep, x.again, [x.made_from]
 
@@ -283,7 +283,7 @@ def apply_linear(
         return lambda: again(made_from())
 
     with torch.autograd.graph.saved_tensors_hooks(keep_saved, lambda kept: kept()):
-        out = linear(made, cut, keys)
+        out = linear(made, sharded, keys)
     to_keep.clear()
     return out
 

@@ -26,7 +26,7 @@ class Work(str, Enum):
     VISUAL_EXCHANGE = "visual tokens"
     """The exchange of a microbatch's visual tokens, from the ranks that encoded its images to those that need them."""
     GATHER = "gathers weights"
-    """The weights of a unit, of which each rank keeps only a shard between uses."""
+    """The weights of a bucket, of which each rank keeps only a shard between uses."""
     REDUCTION = "gradient reduction"
     UPDATE = "update"
     UPDATE_WAIT = "waits in update"

@@ -2,6 +2,11 @@
 
 Tokens are divided row by row, and images stay whole; with whole encoders (``ModelConfig.encodes_whole``), the ranks of
 the tensor-parallel axis divide the images too.  Some ranks may hold none.
+
+Rows cut over the tensor-parallel ranks: what each rank holds between two linear layers under sequence parallelism.
+
+The number of rows need not be a multiple of the ranks': the last pieces are smaller, or empty.  Buffers of a collective
+are padded to equal size.
 """
 
 from collections.abc import Sequence
@@ -10,9 +15,66 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mm.batch import Grid, Microbatch
+
+
+def row_shard(num_rows: int, multiple: int, rank: int, num_ranks: int) -> slice:
+    """One rank's rows: equally many on all ranks but the last ones.  Each ``multiple`` consecutive rows stay together."""
+    assert num_rows % multiple == 0, (num_rows, multiple)
+    size = -(-num_rows // multiple // num_ranks) * multiple
+    return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """A division of ``num_rows`` rows over ``group``."""
+
+    num_rows: int
+    group: dist.ProcessGroup
+    multiple: int = 1
+
+    @property
+    def here(self) -> slice:
+        """The rows of this rank."""
+        return row_shard(self.num_rows, self.multiple, self.group.rank(), self.group.size())
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the longest shard: those of the first rank."""
+        return row_shard(self.num_rows, self.multiple, 0, self.group.size()).stop
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """[rows here, width] of every rank -> [num_rows, width] on all."""
+        _, whole = self._gather(shard, is_async=False)
+        return whole
+
+    def start_gathering(self, shard: Tensor) -> tuple[dist.Work, Tensor]:
+        """Start ``gather``; the rows are valid once the work is done."""
+        work, whole = self._gather(shard, is_async=True)
+        assert work is not None, "torch returns one with async_op"
+        return work, whole
+
+    def _gather(self, shard: Tensor, is_async: bool) -> tuple[dist.Work | None, Tensor]:
+        whole = shard.new_empty(self.group.size() * self.padded_rows, shard.shape[1])
+        padded = _padded(shard, self.padded_rows)
+        work = dist.all_gather_into_tensor(whole, padded, group=self.group, async_op=is_async)
+        return work, whole[: self.num_rows]  # padding is at the end only: all shards before a smaller one are full
+
+    def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
+        """[num_rows, width] of every rank -> this rank's rows of the sum, valid once the work is done."""
+        shard = whole.new_empty(self.padded_rows, whole.shape[1])
+        padded = _padded(whole, self.group.size() * self.padded_rows)
+        work = dist.reduce_scatter_tensor(shard, padded, group=self.group, async_op=True)
+        assert work is not None, "torch returns one with async_op"
+        here = self.here
+        return work, shard[: here.stop - here.start]
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return rows.contiguous() if len(rows) == num_rows else F.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
 
 def even_rows(num_rows: int, num_ranks: int) -> list[Tensor]:

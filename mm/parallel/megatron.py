@@ -41,7 +41,7 @@ def parallel_config(
         calculate_per_token_loss=True, batch_p2p_comm=False, overlap_p2p_comm=False)
 
 
-def mark_parameters(
+def set_megatron_attributes(
     parameters: Mapping[str, nn.Parameter], weights: Iterable[Weight], tied_over_slots: bool, sequence_parallel: bool
 ) -> None:
     """Set the attributes that megatron reads from each parameter; call it between building a chunk and its DDP.
@@ -60,8 +60,8 @@ def mark_parameters(
         parameter.partition_dim = weight.tp_dim if weight.is_cut else -1
         parameter.partition_stride = 1
         # Replicated weights that each rank applies to its own rows; the final norm sees all rows on every rank.
-        cuts_rows = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
-        parameter.sequence_parallel = cuts_rows or weight.is_whole
+        shards_rows = sequence_parallel and weight.tp_dim is None and weight.place is not Place.HEAD
+        parameter.sequence_parallel = shards_rows or weight.is_whole
         if tied_over_slots and stored_name(weight) == EMBEDDING_NAME:
             parameter.shared_embedding = True
         if weight.is_tied_copy:

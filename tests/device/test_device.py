@@ -162,7 +162,7 @@ def test_an_old_cuda_device_is_refused_by_name(cuda: dict[str, object]) -> None:
         Device.pick("cuda")
 
 
-def test_leaves_run_eagerly_with_a_note_where_they_cannot_be_compiled(cuda: dict[str, object]) -> None:
+def test_kernel_functions_run_eagerly_with_a_note_where_they_cannot_be_compiled(cuda: dict[str, object]) -> None:
     cuda["fault"] = "InvalidCxxCompiler: no gcc"
     device = Device.pick("cuda")
     (note,) = device.notes

@@ -24,7 +24,7 @@ def test_kernels_and_adam_are_named_as_they_are(torch_npu: object) -> None:
     assert npu["kernels"]["add_norm"] is None  # it has none
     assert npu["kernels"]["logits"] == facts["kernels"]["logits"] == "mm.device.pointwise.logit_sums"
     cuda = device_facts(Device(CPU, 0, kernels_of("cuda")), None)["kernels"]
-    assert cuda["logits"] == "mm.device.compiled.compiled.logit_sums_fusable" and all(cuda.values())
+    assert cuda["logits"] == "mm.device.kernels.compiled.logit_sums_fusable" and all(cuda.values())
 
 
 def test_versions_are_of_what_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SwiGLU and rope: every set of leaves against the others.  What is compiled: test_compiled.py."""
+"""SwiGLU and rope: every set of kernel functions against the others.  What is compiled: test_compiled.py."""
 
 import math
 
@@ -49,13 +49,13 @@ def _with_gradients(out, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
 
 
-def unfused(leaf):
-    return leaf
+def unfused(function):
+    return function
 
 
 @pytest.mark.parametrize("shape", [LANGUAGE, VISION])
 @dtypes
-def test_both_sets_of_leaves_are_equal_to_the_bit_when_eager(shape, dtype, table_dtype) -> None:
+def test_both_sets_of_functions_are_equal_to_the_bit_when_eager(shape, dtype, table_dtype) -> None:
     eager, fusable = kernels_of("cpu"), kernels_of("cuda", unfused)
     x = fused_projection(shape, 7, dtype), *(table.to(table_dtype) for table in tables(shape[2], 7))
     for mine, theirs in zip(with_gradient(fusable.rope, *x), with_gradient(eager.rope, *x), strict=True):
@@ -69,7 +69,7 @@ def test_both_sets_of_leaves_are_equal_to_the_bit_when_eager(shape, dtype, table
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 @dtypes
 def test_the_gradient_of_a_bias_is_the_sum_of_the_rows(torch_npu, kind: str, rows: int, dtype, table_dtype) -> None:
-    """Fused leaves sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
+    """Fused kernel functions sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
     cpu, kernels = kernels_of("cpu"), kernels_of(kind, unfused)
     angles = (table.to(table_dtype) for table in tables(LANGUAGE[2], rows))
     projection, gate_up = fused_projection(LANGUAGE, rows, dtype), torch.randn(rows, 24, dtype=dtype)

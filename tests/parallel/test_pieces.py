@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.parallel.row_shards import piece_of
+from mm.parallel.context import row_shard
 
 
 @given(num_units=st.integers(0, 60), unit=st.sampled_from((1, 4)), num_ranks=st.integers(1, 8))
 def test_pieces_follow_each_other_and_only_the_last_are_smaller(num_units: int, unit: int, num_ranks: int) -> None:
     num_rows = num_units * unit
-    pieces = [piece_of(num_rows, unit, rank, num_ranks) for rank in range(num_ranks)]
+    pieces = [row_shard(num_rows, unit, rank, num_ranks) for rank in range(num_ranks)]
     rows = [row for piece in pieces for row in range(piece.start, piece.stop)]
     assert rows == list(range(num_rows))
     sizes = [piece.stop - piece.start for piece in pieces]
@@ -21,5 +21,5 @@ def test_pieces_follow_each_other_and_only_the_last_are_smaller(num_units: int, 
 
 
 def test_fewer_rows_than_ranks_leave_some_without() -> None:
-    assert [piece_of(3, 1, rank, 4) for rank in range(4)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 3)]
-    assert [piece_of(5, 1, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 5)]
+    assert [row_shard(3, 1, rank, 4) for rank in range(4)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 3)]
+    assert [row_shard(5, 1, rank, 4) for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 5)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import Kernel, Segments
-from mm.model.layers.dropout import NO_KEYS, RowKeys
+from mm.model.layers.lora_linear import NO_KEYS, RowKeys
 from mm.model.parallel.ring import Ring, Ulysses
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
 
 _ROOM_TOKENS = 256
 """Spare rows of a sequence when it grows, because growing copies all rows."""
@@ -128,8 +128,8 @@ class AttentionInputs:
     sin: Tensor
     segments: Segments
     causal: bool
-    cut: CutRows | None = None
-    """Under sequence parallelism, a layer's input and output are pieces of the rows; its attention sees all rows, in
+    sharded: ShardedRows | None = None
+    """Under sequence parallelism, a layer's input and output are shards of the rows; its attention sees all rows, in
     the order of ``segments``.  None: each rank has all rows, in that order."""
     across: Ulysses | Ring | LayerCache | None = None
     """How attention sees tokens beyond this rank's rows: other ranks' under context parallelism (``segments`` then

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mm.device.kernels import AddNormLeaves, Kernels
+from mm.device.kernels import AddNormKernels, Kernels
 from mm.device.pointwise import biased
 from mm.model.parallel.rows import Permutation
 from mm.parallel.zero.gradient_buffers import gradient_buffer, gradient_from
@@ -69,7 +69,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, next_bias: Tensor | None,
-        epsilon: float, fused: AddNormLeaves, order: Permutation | None,
+        epsilon: float, fused: AddNormKernels, order: Permutation | None,
     ) -> tuple[Tensor, Tensor]:
         total, normed, factors = fused.forward(
             x, added, None if bias is None else bias[None], weight[None], epsilon,

@@ -164,15 +164,15 @@ class _Inputs:
         chunk_pass, inputs = self._prepared.popleft()
         assert chunk_pass == (microbatch, chunk), f"{chunk_pass} was prepared for {(microbatch, chunk)}"
         self._side.join()
-        self._side.mark()
+        self._side.record_event()
         return inputs
 
     def prepare_next(self) -> None:
-        """Called when a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
+        """Called when a forward step is queued, while its inputs are alive (``SideStream.after_event`` requires it)."""
         if self._passes:
             microbatch, chunk = chunk_pass = self._passes.popleft()
             module = self._chunks[chunk]
-            with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
+            with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.after_event():
                 inputs = module.prepare(
                     self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums,
                     encoded_with=self._encoded_with.get(microbatch, ()))
@@ -180,4 +180,4 @@ class _Inputs:
 
     def end(self) -> None:
         assert not self._passes and not self._prepared, "the step ended with forward steps left"
-        self._side.mark()
+        self._side.record_event()

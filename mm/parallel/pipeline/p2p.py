@@ -19,10 +19,9 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan, samples_text
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
-from mm.parallel.context import Context
+from mm.parallel.context import Context, row_shard
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Step, max_sent_ahead, stage_receives, stage_steps
-from mm.parallel.row_shards import piece_of
 from mm.placement import Message
 from mm.weights.trained import GradientPath
 
@@ -121,13 +120,13 @@ def message_shape(
     return num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
 
 
-def piece_shape(
+def shard_shape(
     message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
 ) -> tuple[int, int] | None:
-    """The shape of this tensor-parallel rank's piece under sequence parallelism; whole encoders' images are not cut."""
+    """The shape of this tensor-parallel rank's shard under sequence parallelism; whole encoders' images are not sharded."""
     if shape is None or (model.encodes_whole and message is not Message.HIDDEN_STATES):
         return shape
-    here = piece_of(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
+    here = row_shard(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
     return here.stop - here.start, shape[1]
 
 
@@ -149,7 +148,7 @@ class PipelineCommunicator:
         self._like = torch.empty(0, dtype=self._dtype, device=device)
         placement = model.placement()
         self._specs = [placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
-        self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
+        self._tp_shard = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
         ranks = dist.get_process_group_ranks(mesh.groups.pp)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
         self._microbatches: tuple[Microbatch, ...] = ()
@@ -258,7 +257,7 @@ class PipelineCommunicator:
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         shape = message_shape(message, microbatch, self._model, self._context)
-        return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
+        return shard_shape(message, shape, self._model, *self._tp_shard) if self._tp_shard else shape
 
     def _run(self, *batches: Batch) -> None:
         """Start each batch; wait for the oldest sends only while more than ``_most_in_flight`` are in flight.

@@ -38,8 +38,8 @@ def _buffers(model: Any) -> Iterator[tuple[Tensor, list[Tensor]]]:
     for buffer in model.buffers:
         if (whole := getattr(buffer, "grad_data", None)) is not None:
             yield whole, [*(bucket.grad_data for bucket in buffer.buckets), *(one.main_grad for one in buffer.params)]
-    for unit in getattr(model, "units", ()):  # shards, with ``mm.parallel.zero.gradient_shards``
-        yield unit.shard, []
+    for bucket in getattr(model, "gradient_buckets", ()):  # shards, with ``mm.parallel.zero.gradient_shards``
+        yield bucket.shard, []
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:

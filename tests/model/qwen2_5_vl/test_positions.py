@@ -8,7 +8,7 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from mm.model.qwen2_5_vl.positions import VideoTimes, mrope_positions, plan_vision, vision_positions
+from mm.model.qwen2_5_vl.arithmetic import VideoTimes, mrope_positions, plan_vision, vision_positions
 
 IMAGE, START, END, VIDEO = 90, 91, 92, 93
 PATCH, MERGE, WINDOW = 14, 2, 112

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
-from mm.model.qwen2_5_vl.positions import mrope_cos_sin, vision_cos_sin, vision_positions
+from mm.model.qwen2_5_vl.arithmetic import mrope_cos_sin, vision_cos_sin, vision_positions
 from tests.devices import kernels_of
 
 MERGE = 2
