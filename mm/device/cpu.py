@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.device.attention import PLAIN, Segments, by_stretch, sdpa
+from mm.device.attention import PLAIN, Segments, by_length, sdpa
 from mm.device.kernels import Fuse, Kernels, eager_kernels, plain_accumulate, rms_norm
 from mm.device.platform import Platform, SideStream, torch_profiler
 from mm.device.shims import COMMON_SHIMS, Shim
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: torch's SDPA by stretch."""
-    return by_stretch(q, k, v, segments, partial(sdpa, causal=causal))
+    """A ``Kernel``: torch's SDPA by length."""
+    return by_length(q, k, v, segments, partial(sdpa, causal=causal))
 
 
 def _kernels(_: Fuse | None) -> Kernels:
@@ -31,7 +31,7 @@ def _kernels(_: Fuse | None) -> Kernels:
 
 
 class HostRuntime:
-    """A ``mm.device.platform.Runtime``: tensors are already on the host, and work is done when a call returns."""
+    """A ``Runtime``: tensors are already on the host, and work is done when a call returns."""
 
     def __init__(self, _: int) -> None:
         """The CPU has no index."""

@@ -16,7 +16,7 @@ from mm.device.attention import (
     PartialAttention,
     PartialOutput,
     Segments,
-    by_stretch,
+    by_length,
     check_cover,
     sdpa,
 )
@@ -41,16 +41,15 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``.
+    """A ``Kernel``: SDPA by length, or one call of torch's ``varlen_attn``, which takes float16 and bfloat16 only.
 
-    In float16 and bfloat16: SDPA by stretch if the segments prefer it, otherwise one call of torch's ``varlen_attn``,
-    which takes no other dtypes.  In other dtypes: SDPA by stretch, with keys and values repeated for grouped queries
-    (in float32 only SDPA's quadratic kernel takes fewer of them).
+    In other dtypes keys and values are repeated for grouped queries (in float32 only SDPA's quadratic kernel takes
+    fewer of them).
     """
     if q.dtype not in _HALVES:
-        return by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
-    if segments.prefers_stretches():
-        return by_stretch(q, k, v, segments, functools.partial(sdpa, causal=causal))
+        return by_length(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
+    if segments.prefers_batches():
+        return by_length(q, k, v, segments, functools.partial(sdpa, causal=causal))
     return _varlen(q, k, v, segments, causal)
 
 

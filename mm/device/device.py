@@ -1,10 +1,6 @@
-"""The device of this process: how it is chosen, copies to and from it, its memory, peak and random numbers.
+"""The device of this process: how it is chosen among all platforms, its random numbers, and what a run ran on.
 
 ``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
-
-All platforms and types of devices, and the choice among them: the only module that imports the devices' files.
-
-What a run actually ran on: device, versions and kernels, read from the objects that do the work.
 """
 
 import random
@@ -59,10 +55,7 @@ def usable_platform(wanted: str) -> Platform:
 
 
 def known_device(name: str) -> KnownDevice | None:
-    """The type of the device whose driver reports ``name``; None if it is not known.
-
-    The whole name must match, so a slice of a device (MIG) or a later type is never mistaken for a known one.
-    """
+    """The type of the device whose driver reports ``name``, which must match as a whole; None if it is not known."""
     short = name.removeprefix("NVIDIA ")
     return next((one for one in KNOWN_DEVICES if re.fullmatch(one.names, short)), None)
 
@@ -90,10 +83,7 @@ _EAGER_NOTE = (
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or the CPU), as this process uses it.
-
-    Everything that depends on the kind of device comes from its ``platform``.
-    """
+    """One accelerator (or the CPU), as this process uses it."""
 
     platform: Platform
     index: int
@@ -133,7 +123,6 @@ class Device:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """Its streams, copies, times and memory."""
         return self.platform.runtime(self.index)
 
     @property
@@ -142,7 +131,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The device's own name, as its driver reports it."""
+        """As its driver reports it."""
         return self.runtime.name
 
     @property
@@ -155,10 +144,7 @@ class Device:
         return self.runtime.copy(tensor)
 
     def seed(self, seed: int) -> None:
-        """Seed all random number generators of this process: Python, numpy, torch and torch on the device.
-
-        Training draws nothing from them; they are seeded so that equal runs save equal files.
-        """
+        """Seed Python, numpy and torch, so that equal runs save equal files; training draws nothing from them."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
@@ -210,10 +196,7 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
 def sdpa_backend(
     device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
 ) -> str | None:
-    """The kernel that torch's SDPA chooses for such heads; None if attention does not use SDPA.
-
-    Releases of torch differ in the order in which SDPA tries its kernels.
-    """
+    """The kernel that this torch's SDPA chooses for such heads; None if attention does not use SDPA."""
     given = device.platform.sdpa_kv_heads(dtype, num_heads, num_kv_heads)
     if given is None:
         return None

@@ -1,12 +1,7 @@
-"""The operators that differ between kinds of device, as plain functions: attention, norm, SwiGLU, rope, gradients.
+"""The operators that differ between kinds of device, as plain functions: their types, the forms in plain torch that any
+device can use, and ``torch.compile`` for kernel functions (``pointwise.py``).
 
-This module has their types, and the forms in plain torch that any device can use.  A device's file has its own forms,
-and chooses among all of them.
-
-Compile each kernel function of ``pointwise.py`` to one kernel with ``torch.compile``, with little host time per call.
-
-On every call torch.compile checks whether a kernel that it has still fits, which takes the host 40 to 60 microseconds.
-Here it checks the first call of each set of shapes; later calls of the same shapes go straight to the kernel it chose.
+A device's file has forms of its own, and chooses among all of them.
 """
 
 import threading
@@ -29,15 +24,13 @@ If it overwrites: buffer = gradient^T x.
 Gradient [rows, output] and x [rows, input] share one dtype: bf16, fp16 or fp32; ``buffer`` [output, input] is fp32 or
 of that dtype.  The product of 16-bit rows is never rounded to their dtype on its way into an fp32 buffer, or stored on
 its own."""
-SwiGLUKernel = Callable[..., Tensor]
-RopeKernel = Callable[..., Heads]
 Fuse = Callable[[KernelFunction], KernelFunction]
-"""Turns a kernel function into one kernel, like ``mm.device.kernels.compiled``; tests pass functions that count kernel functions."""
+"""Turns a kernel function into one kernel, like ``compiled``; tests pass functions that count."""
 
 
 @dataclass(frozen=True)
 class AddNormKernels:
-    """The kernel functions of a sum of rows together with its norm: ``pointwise.add_norm_fusable`` and its gradient."""
+    """A sum of rows together with its norm: ``pointwise.add_norm_fusable`` and its gradient."""
 
     forward: KernelFunction
     gradient: KernelFunction
@@ -45,7 +38,7 @@ class AddNormKernels:
 
 @dataclass(frozen=True)
 class LogitKernels:
-    """Cross entropy without its matrix products: the computations on some rows' logits, forward and backward."""
+    """Cross entropy without its matrix products."""
 
     sums: KernelFunction
     """``pointwise.logit_sums``, which also gives what to keep, or ``logit_sums_fusable``: the logits are kept."""
@@ -74,15 +67,14 @@ class Kernels:
     add_norm: AddNormKernels | None
     """None: a sum and its norm are separate operators."""
     logits: LogitKernels
-    swiglu: SwiGLUKernel
+    swiglu: Callable[..., Tensor]
     """(x [..., 2n] = [gate; up], bias) -> silu(gate) * up [..., n].  The bias, if any, is already added to x, and its
     gradient is summed here; the same holds for rope."""
-    rope: RopeKernel
-    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values; shapes and dtypes as in
-    ``mm.device.pointwise``."""
+    rope: Callable[..., Heads]
+    """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values, as in ``pointwise``."""
     accumulate: Accumulate
     rounded_at_random: KernelFunction = pointwise.rounded_at_random
-    """``pointwise.rounded_at_random``, as one kernel where kernel functions are compiled."""
+    """As one kernel where kernel functions are compiled."""
     overwrites: bool = True
     """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that the buffer need not be zeroed
     first.  ATB's product can only add."""
@@ -104,14 +96,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 EAGER_LOGITS = LogitKernels(pointwise.logit_sums, pointwise.logit_gradient, is_fused=False)
 
 
-def eager_kernels() -> tuple[None, LogitKernels, SwiGLUKernel, RopeKernel]:
-    """``add_norm``, ``logits``, ``swiglu`` and ``rope`` of ``Kernels`` from kernel functions for eager execution."""
+def eager_kernels() -> tuple[None, LogitKernels, Callable[..., Tensor], Callable[..., Heads]]:
+    """``add_norm``, ``logits``, ``swiglu`` and ``rope`` of ``Kernels`` for eager execution."""
     return (None, EAGER_LOGITS, pointwise.swiglu_of(pointwise.swiglu, pointwise.swiglu_gradient),
             pointwise.rope_of(pointwise.rope, pointwise.rope_gradient))
 
 
-def fused_kernels(fuse: Fuse) -> tuple[AddNormKernels, LogitKernels, SwiGLUKernel, RopeKernel]:
-    """The same four, from kernel functions that ``fuse`` turns into one kernel each."""
+def fused_kernels(fuse: Fuse) -> tuple[AddNormKernels, LogitKernels, Callable[..., Tensor], Callable[..., Heads]]:
+    """The same four, from functions that ``fuse`` turns into one kernel each."""
     rope = pointwise.split_heads(fuse(pointwise.rope_fusable))
     swiglu_gradient = pointwise.join_blocks(fuse(pointwise.swiglu_gradient_fusable))
     rope_gradient = pointwise.join_heads(fuse(pointwise.rope_gradient_fusable))
@@ -120,11 +112,15 @@ def fused_kernels(fuse: Fuse) -> tuple[AddNormKernels, LogitKernels, SwiGLUKerne
             pointwise.swiglu_of(fuse(pointwise.swiglu), swiglu_gradient), pointwise.rope_of(rope, rope_gradient))
 
 
+# Compiled kernel functions
+
 MAX_GRAPHS = 64
-"""Most graphs of one kernel function: one for each width and dtype, and as many again in inference mode.  By default dynamo raises
-after 8."""
+"""Most graphs of one function: one for each width and dtype, and as many again in inference mode; dynamo's default is
+8."""
 MAX_SHAPES = 4096
-"""Most sets of shapes of one kernel function whose kernel is remembered; beyond that, all are forgotten."""
+"""Most sets of shapes of one function whose kernel is remembered; beyond that, all are forgotten."""
+_NEVER = 10**6
+"""More operations than any kernel function has."""
 
 
 class _Call(NamedTuple):
@@ -138,15 +134,17 @@ class _Call(NamedTuple):
 def compiled(function: KernelFunction) -> KernelFunction:
     """Compile ``function`` to one kernel with ``torch.compile``, once for each width and dtype, for any number of rows.
 
-    A kernel that learns widths at run time has no wide loads.  Arguments are detached and made contiguous, so that the
-    layout of a gradient causes no other compilation.  Calls with one row or none run eagerly, because torch would
-    compile these numbers in.
+    On every call torch.compile checks whether a kernel that it has still fits, which takes the host 40 to 60
+    microseconds.  Here it checks the first call of each set of shapes; later ones go straight to the kernel it chose.
+    Arguments are detached and made contiguous, so that the layout of a gradient causes no other compilation.  Calls
+    with one row or none run eagerly, because torch would compile these numbers in.
     """
     options = _options(function)
     latest = threading.local()  # backward passes run in threads of their own
 
     def backend(graph: Any, examples: Any) -> Callable[..., Any]:
-        kernel = _inductor()(graph, examples, config_patches=options)
+        inductor: Any = torch._dynamo.lookup_backend("inductor")
+        kernel = inductor(graph, examples, config_patches=options)
 
         def record(*inputs: Any) -> Any:
             outputs = kernel(*inputs)
@@ -173,11 +171,11 @@ def compiled(function: KernelFunction) -> KernelFunction:
             result = run(*arguments)
         made: _Call | None = latest.call
         latest.call = None  # it holds tensors
-        way = None if made is None else _way_to_kernel(made, tensors, result)
-        if way is not None:
+        shortcut = None if made is None else _direct_call(made, tensors, result)
+        if shortcut is not None:
             if len(direct) >= MAX_SHAPES:
                 direct.clear()
-            direct[key] = way
+            direct[key] = shortcut
         return result
 
     call.__qualname__ = f"compiled.{function.__qualname__}"
@@ -198,10 +196,6 @@ def compile_fault(device: torch.device) -> str | None:
     if torch.allclose(found, expected, atol=1e-5):
         return None
     return f"the compiled SwiGLU of {x.tolist()} is {found.tolist()}"
-
-
-def _inductor() -> Callable[..., Any]:
-    return torch._dynamo.lookup_backend("inductor")
 
 
 def _options(function: KernelFunction) -> dict[str, Any]:
@@ -228,15 +222,12 @@ def _options(function: KernelFunction) -> dict[str, Any]:
     return options
 
 
-_NEVER = 10**6
-"""More operations than any kernel function has."""
 
+def _direct_call(made: _Call, tensors: Sequence[Tensor], result: Any) -> Callable[[Sequence[Tensor]], Any] | None:
+    """A function of ``tensors`` that calls only the kernel, derived from one call, which dynamo ``made`` and which
+    returned ``result``.
 
-def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Callable[[Sequence[Tensor]], Any] | None:
-    """A function from the arguments of a kernel function to its result that calls only the kernel.
-
-    It is derived from one call: dynamo ``made`` it for the arguments ``tensors``, and it returned ``result``.  The
-    kernel may take those arguments in another order, and numbers that follow from their shapes.  None if it takes or
+    The kernel may take the arguments in another order, and numbers that follow from their shapes.  None if it takes or
     returns anything else.
     """
     kernel, is_several = made.kernel, isinstance(result, tuple)
@@ -249,13 +240,13 @@ def _way_to_kernel(made: _Call, tensors: Sequence[Tensor], result: Any) -> Calla
     places = iter(made_at)
     results = [None if one is None else next(places)[0] for one in wanted]
 
-    def way(given: Sequence[Tensor]) -> Any:
+    def shortcut(given: Sequence[Tensor]) -> Any:
         values = [*given, *numbers]
         outputs = kernel(*[values[place] for place in order])
         found = tuple(None if place is None else outputs[place] for place in results)
         return found if is_several else found[0]
 
-    return way
+    return shortcut
 
 
 def _places(value: Any, among: Sequence[Any]) -> list[int]:

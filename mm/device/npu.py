@@ -22,7 +22,7 @@ from mm.device.attention import (
     PartialAttention,
     PartialOutput,
     Segments,
-    by_stretch,
+    by_length,
     check_cover,
     pieces,
 )
@@ -53,10 +53,10 @@ def torch_npu() -> Any:
 
 
 def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, for full attention with layout BSND by stretch if the segments
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, for full attention with layout BSND by length if the segments
     prefer it (a batch is not limited to ``MAX_SEGMENTS``), otherwise with layout TND."""
-    if not segments.lengths or (segments.prefers_stretches(MAX_SEGMENTS) and not causal):
-        return by_stretch(q, k, v, segments, _full)
+    if not segments.lengths or (segments.prefers_batches(MAX_SEGMENTS) and not causal):
+        return by_length(q, k, v, segments, _full)
     return _varlen(q, k, v, segments, causal)
 
 

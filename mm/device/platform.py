@@ -1,16 +1,6 @@
-"""Everything the trainer must know about a kind of device: the interface that ``cpu.py``, ``cuda.py`` and ``npu.py``
-implement.
+"""The interface of a kind of device, which ``cpu.py``, ``cuda.py`` and ``npu.py`` implement, and what they share.
 
-A new device is another such file with its own ``Platform``, and an entry in ``platforms.py``.
-
-Deterministic mode: the same run on the same machines gives the same bits.
-
-Without it the order of sums may change from run to run: in attention's backward pass on CUDA (atomic additions), in
-libraries that pick an algorithm at run time, and in collectives that reduce inside the network.
-
-The runtime of a device with its own memory and streams, through torch's module for it: torch.cuda or torch.npu.
-
-A second stream of the device, for copies beside the work of the main stream: inputs, states, activations.
+A new device is one such file with its own ``Platform``, and an entry in ``mm.device.device.PLATFORMS``.
 """
 
 import os
@@ -29,132 +19,11 @@ from mm.device.shims import Shim
 from mm.errors import refuse
 
 
-class SideStream:
-    """A stream next to the computing one; on a device without streams, such as the CPU, all work runs immediately.
-
-    ::
-
-        computing stream   step 1 | join | mark | step 2                  | join | mark | step 3
-        side stream                               copy inputs of step 3 (after the mark)
-
-    The allocator reuses the side stream's memory as soon as its tensors die, when the computing stream may not have
-    read them yet.  So new copies wait for a mark in that stream, set after the dead tensors' last use was queued.
-    """
-
-    def __init__(self, kind: str | None) -> None:
-        """``kind``: the type of the current device, such as "cuda"; None if it has no streams."""
-        self._kind = kind
-        self._stream = None if kind is None else getattr(torch, kind).Stream()
-        self._event: Any = None
-
-    def record_event(self) -> None:
-        """Mark the current stream: later side work waits for everything queued there so far, and nothing after."""
-        if self._kind is not None:
-            self._event = getattr(torch, self._kind).Event()
-            self._event.record()
-
-    @contextmanager
-    def after_event(self) -> Iterator[None]:
-        """Queue the body's work on the side stream; no tensor of an earlier body may die between mark and body."""
-        if self._kind is None or self._stream is None:
-            yield
-            return
-        if self._event is None:
-            self.record_event()
-        with getattr(torch, self._kind).stream(self._stream):
-            self._stream.wait_event(self._event)
-            yield
-
-    def join(self) -> None:
-        """Make the current stream wait for everything queued on the side stream."""
-        if self._kind is not None:
-            getattr(torch, self._kind).current_stream().wait_stream(self._stream)
-
-
-@dataclass(frozen=True)
-class AcceleratorRuntime:
-    """A ``mm.device.platform.Runtime``.  Work is queued; the host waits for it only where it reads a result."""
-
-    kind: str
-    """"cuda" or "npu": the device type, and the name of torch's module for it."""
-    index: int
-
-    @property
-    def _module(self) -> Any:
-        return getattr(torch, self.kind)
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.kind, self.index)
-
-    @property
-    def name(self) -> str:
-        return self._module.get_device_name(self.index)
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Copy through pinned memory, which torch keeps alive until the copy is done.
-
-        A copy from ordinary memory makes the host wait for the work queued on the device; this one does not.  A tensor
-        that is already pinned is not pinned again.
-        """
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        self._module.set_device(self.index)  # a new thread is on device 0, whose memory is not ours
-        return tensor.pin_memory()
-
-    def host_buffer(self, num_bytes: int) -> Tensor | None:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
-        copy.copy_(tensor, non_blocking=True)
-        copied = self._module.Event()
-        copied.record()
-
-        def on_host() -> Tensor:
-            self._module.set_device(self.index)  # a new thread is on no device, or on device 0
-            copied.synchronize()
-            return copy
-
-        return on_host
-
-    def side_stream(self) -> SideStream:
-        return SideStream(self.kind)
-
-    def record_event(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_of(self, events: Sequence[Any]) -> list[float]:
-        last = self.record_event()
-        last.synchronize()
-        now = time.perf_counter()
-        return [now - event.elapsed_time(last) / 1000 for event in events]
-
-    def seconds_between(self, events: Sequence[Any]) -> list[float]:
-        return [before.elapsed_time(after) / 1000 for before, after in pairwise(events)]
-
-    def synchronize(self) -> None:
-        self._module.synchronize()
-
-    def max_memory_bytes(self) -> int:
-        return self._module.max_memory_allocated()
-
-    def random_state(self) -> Tensor | None:
-        return self._module.get_rng_state()
-
-    def set_random_state(self, state: Tensor) -> None:
-        self._module.set_rng_state(state)
-
-
 @dataclass(frozen=True)
 class Variable:
     """An environment variable that a library reads when it starts on the device."""
 
     default: str
-    """The value it is set to."""
     others: tuple[str, ...] | None
     """Other values that a user may have set, in upper or lower case; None: any value is replaced."""
     reference: str
@@ -164,12 +33,13 @@ class Variable:
 def make_deterministic(
     variables: Mapping[str, Variable], environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Make torch and, through ``variables``, the libraries below it deterministic, before the first work on the device.
+    """Make the same run on the same machines give the same bits; call it before the first work on the device.
 
-    From then on, operators without a deterministic form raise RuntimeError.  Raises UserError for a variable whose
-    value lets results differ.
+    Otherwise the order of sums may change from run to run: in attention's backward pass on CUDA (atomic additions), in
+    libraries that pick an algorithm at run time, and in collectives that reduce inside the network.  Operators without
+    a deterministic form then raise RuntimeError.  Raises UserError for a variable whose value lets results differ.
     """
-    refuse(_contrary(variables, environment))
+    refuse(_nondeterministic(variables, environment))
     for name, variable in variables.items():
         if variable.others is None:
             environment[name] = variable.default
@@ -178,7 +48,7 @@ def make_deterministic(
     torch.use_deterministic_algorithms(True)
 
 
-def _contrary(variables: Mapping[str, Variable], environment: Mapping[str, str]) -> Iterator[str]:
+def _nondeterministic(variables: Mapping[str, Variable], environment: Mapping[str, str]) -> Iterator[str]:
     for name, variable in variables.items():
         if variable.others is None or name not in environment:
             continue
@@ -201,7 +71,6 @@ class Links:
     between: float
     """To other nodes.  This depends on the data center, so it assumes the usual network adapter per device."""
     node_size: int = 8
-    """Devices in a node."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +90,48 @@ class KnownDevice:
     memory_bandwidth: float
     """Bytes per second, read and written together, as published."""
     links: Links
+
+
+class SideStream:
+    """A stream next to the computing one; on a device without streams, such as the CPU, all work runs immediately.
+
+    ::
+
+        computing stream   step 1 | join | event | step 2                  | join | event | step 3
+        side stream                                copy inputs of step 3 (after the event)
+
+    The allocator reuses the side stream's memory as soon as its tensors die, when the computing stream may not have
+    read them yet.  So copies wait on an event recorded after the last use of the dead tensors.
+    """
+
+    def __init__(self, kind: str | None) -> None:
+        """``kind``: the type of the current device, such as "cuda"; None if it has no streams."""
+        self._kind = kind
+        self._stream = None if kind is None else getattr(torch, kind).Stream()
+        self._event: Any = None
+
+    def record_event(self) -> None:
+        """Later side work waits for everything queued on the current stream so far, and nothing after."""
+        if self._kind is not None:
+            self._event = getattr(torch, self._kind).Event()
+            self._event.record()
+
+    @contextmanager
+    def after_event(self) -> Iterator[None]:
+        """Queue the body's work on the side stream; no tensor of an earlier body may die between event and body."""
+        if self._kind is None or self._stream is None:
+            yield
+            return
+        if self._event is None:
+            self.record_event()
+        with getattr(torch, self._kind).stream(self._stream):
+            self._stream.wait_event(self._event)
+            yield
+
+    def join(self) -> None:
+        """Make the current stream wait for everything queued on the side stream."""
+        if self._kind is not None:
+            getattr(torch, self._kind).current_stream().wait_stream(self._stream)
 
 
 class Runtime(Protocol):
@@ -257,7 +168,7 @@ class Runtime(Protocol):
         ...
 
     def record_event(self) -> Any:
-        """Mark this moment; on an accelerator, the moment when all work queued on the current stream so far is done."""
+        """Record this moment; on an accelerator, the moment when all work queued on the current stream is done."""
         ...
 
     def seconds_of(self, events: Sequence[Any]) -> list[float]:
@@ -265,7 +176,7 @@ class Runtime(Protocol):
         ...
 
     def seconds_between(self, events: Sequence[Any]) -> list[float]:
-        """Time from each mark to the next.  Does not wait: the device must have passed all of them."""
+        """Time from each event to the next.  Does not wait: the device must have passed all of them."""
         ...
 
     def synchronize(self) -> None:
@@ -324,7 +235,7 @@ class Platform:
     compiles_kernels: bool
     """Whether torch.compile turns each kernel function into one kernel."""
     kernels: Callable[[Fuse | None], Kernels]
-    """Its operators, given ``fuse``, which turns a kernel function into one kernel; with None, kernel functions run eagerly."""
+    """Its operators, given ``fuse``, which turns a kernel function into one kernel; with None, they run eagerly."""
     sdpa_kv_heads: Callable[[torch.dtype, int, int], int | None]
     """(dtype, query heads, key/value heads) -> number of key/value heads that attention passes to torch's SDPA; None if
     it does not use SDPA."""
@@ -341,6 +252,81 @@ class Platform:
     """Whether stages post receives early by default; the command line can override it."""
     max_message_ctas: int | None
     """Most multiprocessors that a group for pipeline messages may occupy; None: the backend's default."""
+
+
+@dataclass(frozen=True)
+class AcceleratorRuntime:
+    """A ``Runtime`` with its own memory and streams.  The host waits for queued work only where it reads a result."""
+
+    kind: str
+    """"cuda" or "npu": the device type, and the name of torch's module for it."""
+    index: int
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.kind)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind, self.index)
+
+    @property
+    def name(self) -> str:
+        return self._module.get_device_name(self.index)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copy through pinned memory, which torch keeps alive until the copy is done: so the host does not wait for the
+        work queued on the device.  A tensor that is already pinned is not pinned again."""
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        self._module.set_device(self.index)  # a new thread is on device 0, whose memory is not ours
+        return tensor.pin_memory()
+
+    def host_buffer(self, num_bytes: int) -> Tensor | None:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into
+        copy.copy_(tensor, non_blocking=True)
+        copied = self._module.Event()
+        copied.record()
+
+        def on_host() -> Tensor:
+            self._module.set_device(self.index)  # a new thread is on no device, or on device 0
+            copied.synchronize()
+            return copy
+
+        return on_host
+
+    def side_stream(self) -> SideStream:
+        return SideStream(self.kind)
+
+    def record_event(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of(self, events: Sequence[Any]) -> list[float]:
+        last = self.record_event()
+        last.synchronize()
+        now = time.perf_counter()
+        return [now - event.elapsed_time(last) / 1000 for event in events]
+
+    def seconds_between(self, events: Sequence[Any]) -> list[float]:
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(events)]
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def max_memory_bytes(self) -> int:
+        return self._module.max_memory_allocated()
+
+    def random_state(self) -> Tensor | None:
+        return self._module.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state)
 
 
 def torch_profiler(directory: str, name: str) -> Any:

@@ -1,11 +1,9 @@
 """SwiGLU, rope, the norm of a sum and the loss's logits: work that one pass over memory can do, forward and backward.
 
-A *kernel function* is a function from tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
-``mm.model.layers.norm`` make a kernel function and its gradient differentiable.  Two sets have the same mathematics: kernel functions for
-eager execution write in place, because each operation is a pass over memory; kernel functions to be fused do not write, so that a
-compiler can turn each into one kernel.
-
-Bias gradients are column sums of gradients that these kernels already compute, so they are summed there.
+A *kernel function* maps tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
+``mm.model.layers.norm`` make such a function and its gradient differentiable.  Two sets have the same mathematics:
+those for eager execution write in place, because each operation is a pass over memory; those to be fused do not write,
+so that a compiler can turn each into one kernel.  Gradients of biases are column sums of what is computed here.
 
 ``qkv`` holds, per group of queries, the group's queries, one key and one value: [num_tokens, num_groups,
 heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of the last axis equal.
@@ -104,7 +102,7 @@ def logit_gradient_fusable(
 
 
 SUMMED_ROWS = 64
-"""Rows per partial sum of columns in a compiled kernel function; a second kernel adds the partial sums."""
+"""Rows per partial sum of columns in a compiled function; a second kernel adds the partial sums."""
 
 
 def swiglu_gradient_fusable(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +194,7 @@ def add_norm_gradient_fusable(
     return found.to(total.dtype), (wide * normalised).sum(0) if sums else None, total_sum
 
 
-# Shared by all kernel functions of rope, also those with an accelerator's own operators
+# Shared by all forms of rope, also those with an accelerator's own operators
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [num_tokens, heads, head_dim], cos, sin) -> x * cos + rotate_half(x) * sin, in the dtype of x."""
@@ -233,16 +231,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)).to(x.dtype)
 
 
-# Differentiable functions from pairs of kernel functions
+# Differentiable functions
 
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps x alone; autograd's own form keeps silu(gate) too and joins the two gradients by a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor | None, function: KernelFunction, gradient_function: KernelFunction) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor | None, function: KernelFunction, gradient: KernelFunction) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.gradient_function = gradient_function
+        ctx.gradient_function = gradient
         return function(x)
 
     @staticmethod
@@ -256,10 +254,11 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, _: Tensor | None, function: KernelFunction, gradient_function: KernelFunction
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, _: Tensor | None, function: KernelFunction,
+        gradient: KernelFunction,
     ) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.gradient_function = gradient_function
+        ctx.gradient_function = gradient
         return function(qkv, cos, sin)
 
     @staticmethod
@@ -283,28 +282,28 @@ def biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else _Biased.apply(x, bias)
 
 
-def swiglu_of(function: KernelFunction, gradient_function: KernelFunction) -> Callable[..., Tensor]:
-    """A differentiable SwiGLU of (x, bias) from a kernel function like ``swiglu`` and one like ``swiglu_gradient``."""
+def swiglu_of(function: KernelFunction, gradient: KernelFunction) -> Callable[..., Tensor]:
+    """A differentiable SwiGLU of (x, bias) from functions like ``swiglu`` and ``swiglu_gradient``."""
 
     @functools.wraps(function)
     def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _SwiGLU.apply(x, bias, function, gradient_function)
+        return _SwiGLU.apply(x, bias, function, gradient)
 
     return swiglu
 
 
-def rope_of(function: KernelFunction, gradient_function: KernelFunction) -> Callable[..., Heads]:
-    """A differentiable (qkv, cos, sin, bias) -> heads from a kernel function like ``rope`` and one like ``rope_gradient``."""
+def rope_of(function: KernelFunction, gradient: KernelFunction) -> Callable[..., Heads]:
+    """A differentiable rope of (qkv, cos, sin, bias) from functions like ``rope`` and ``rope_gradient``."""
 
     @functools.wraps(function)
     def rope(qkv: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Heads:
-        return _Rope.apply(qkv, cos, sin, bias, function, gradient_function)
+        return _Rope.apply(qkv, cos, sin, bias, function, gradient)
 
     return rope
 
 
 def split_heads(function: KernelFunction) -> KernelFunction:
-    """A kernel function like ``rope`` from one like ``rope_fusable``.  Not compiled: the compiler would undo the join."""
+    """A function like ``rope`` from one like ``rope_fusable``.  Not compiled: the compiler would undo the join."""
 
     @functools.wraps(function)
     def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
@@ -316,7 +315,7 @@ def split_heads(function: KernelFunction) -> KernelFunction:
 
 
 def join_blocks(function: KernelFunction) -> KernelFunction:
-    """A kernel function like ``swiglu_gradient`` from one like ``swiglu_gradient_fusable``.  Not compiled: that would copy the
+    """A function like ``swiglu_gradient`` from ``swiglu_gradient_fusable``'s form.  Not compiled: it would copy
     rows."""
 
     @functools.wraps(function)
@@ -328,7 +327,7 @@ def join_blocks(function: KernelFunction) -> KernelFunction:
 
 
 def join_heads(function: KernelFunction) -> KernelFunction:
-    """The same for a kernel function like ``rope_gradient_fusable``."""
+    """The same for a function like ``rope_gradient_fusable``."""
 
     @functools.wraps(function)
     def call(
@@ -363,11 +362,10 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def rounded_at_random(values: Tensor, salts: Tensor, step: Tensor) -> Tensor:
-    """fp32 [n] ``values`` in bf16 by stochastic rounding: up or down, so that the mean is right.
+    """Round fp32 [n] ``values`` to bf16 stochastically: up or down, so that the mean is right.
 
-    A hash of the fp32 bits of ``salts`` [n] and of ``step`` [1] decides, so equal arguments have equal results, on
-    every device.  Values that bf16 can represent are kept.  A kernel function that can be compiled
-    to one kernel.
+    A hash of the fp32 bits of ``salts`` [n] and of ``step`` [1] decides, so equal arguments have equal results on every
+    device.  Values that bf16 can represent are kept.
     """
     noise = mixed(_bits_of(salts) ^ mixed(_bits_of(step))) >> (32 - _DROPPED_BITS)
     bits = (values.view(torch.int32).to(torch.int64) + noise) >> _DROPPED_BITS << _DROPPED_BITS

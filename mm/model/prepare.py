@@ -1,11 +1,5 @@
-"""What a chunk needs of a microbatch: derived from the plan on the host, and copied to the device.
-
-``mm.model.stage`` does the model's own computation.
-
-Visual tokens of several microbatches from one pass through the ViT, whose gradients go back in one pass too.
-
-Knows nothing of the pipeline: microbatches take their visual tokens in order; their backward passes may run in any
-order.
+"""What a chunk needs of a microbatch, derived from the plan on the host and copied to the device; and visual tokens of
+several microbatches that pass the ViT as one.  ``mm.model.stage`` does the model's own computation.
 """
 
 import math
@@ -34,16 +28,16 @@ from mm.weights.trained import GradientPath
 
 
 class SharedVisionPass:
-    """The visual tokens that one rank makes of several microbatches' images.
+    """The visual tokens that one rank makes of several microbatches' images in one pass through the ViT.
 
-    The first microbatch fills it; each takes its own rows.  The ViT's backward pass runs once, inside the backward pass
-    of the microbatch whose gradient comes last.
+    The first microbatch fills it; each takes its own rows, in order.  Backward passes may run in any order: the ViT's
+    runs once, inside that of the microbatch whose gradient comes last.
     """
 
     def __init__(self, num_tokens: Sequence[int], are_exchanged: bool) -> None:
         """``num_tokens``: visual tokens that this rank makes of each microbatch, which may be none.
 
-        ``are_exchanged``: every microbatch then brings a gradient, even one without rows here.  So all ranks of the
+        ``are_exchanged``: every microbatch contributes a gradient, even one without rows here, so that all ranks of the
         exchange run the ViT's backward pass in the same microbatch, and none waits for another.
         """
         self.num_tokens = tuple(num_tokens)
@@ -59,7 +53,7 @@ class SharedVisionPass:
 
     def take(self) -> Tensor | None:
         """The visual tokens of the next microbatch, as a tensor of its own; None if this rank made none of them and no
-        exchange needs it, or if it made none for any of the microbatches."""
+        exchange needs it, or none at all."""
         number, self._next = self._next, self._next + 1
         if number not in self._numbers or not any(self.num_tokens):
             return None
@@ -94,7 +88,7 @@ class _Rows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A chunk's inputs from one microbatch, on the device; None for parts that it does not need."""
+    """On the device; None for parts that the chunk does not need."""
 
     vision: VisionInputs | None
     embedding: EmbeddingInputs | None
@@ -103,8 +97,8 @@ class ChunkInputs:
     to_keep: tuple[tuple[str, int], ...] = ()
     """(key, number of patches) of each image here; the key is "" if its features are not to be stored."""
     shared_pass: SharedVisionPass | None = None
-    """Where its visual tokens come from if images of several microbatches pass the ViT together.  ``vision`` and
-    ``to_keep`` then have all of these images in the first microbatch, and none in the others."""
+    """Where its visual tokens come from if images of several microbatches share a pass.  ``vision`` and ``to_keep``
+    then have all of these images in the first microbatch, and none in the others."""
 
     @property
     def images(self) -> Images:
@@ -121,19 +115,19 @@ class Preparation:
         self, model: ModelConfig, spec: StageSpec, mesh: Mesh, towers: Towers, device: Device, dtype: torch.dtype,
         loss_unit: LossUnit, shards_rows: bool,
     ) -> None:
-        """``shards_rows``: whether sequence parallelism is on."""
+        """``shards_rows``: sequence parallelism is on."""
         self.context = mesh.context
         self.shard_group = mesh.groups.tp if shards_rows else None
         self.vision_shard_group = None if model.encodes_whole else self.shard_group
         self.gives_features = spec.has_projector and (model.encodes_whole or mesh.tp_rank == 0)
-        """Whether this rank gives the features to be stored: all tensor-parallel ranks have the same images, unless
-        each encodes its own."""
+        """Whether this rank gives the features to be stored: tensor-parallel ranks have the same images, unless each
+        encodes its own."""
         self._model, self._spec, self._towers, self.device, self._dtype = model, spec, towers, device, dtype
         self._tp_group = mesh.groups.tp
         self._loss_unit: LossUnit = loss_unit
         self._visual_gradients = GradientPath.of(model).leads_to_images
         self._shared_passes: dict[bool, SharedVisionPass] = {}
-        """By whether the ViT is skipped: the encoder batch whose microbatches are being prepared."""
+        """By whether the ViT is skipped: the pass whose microbatches are being prepared."""
 
     def __call__(
         self, microbatch: Microbatch, totals: BatchTotals | None, dropout_seed: int | None = None, sums: bool = False,
@@ -141,9 +135,9 @@ class Preparation:
     ) -> ChunkInputs:
         """Derive the chunk's inputs from the plan on the host and start copying them to the device.
 
-        ``totals`` may be None if no loss is needed.  ``dropout_seed``: as in ``StepPlan``.  ``sums``: the loss is the
-        sum over the microbatch's targets.  ``is_whole``: neither sequence nor context parallelism divides this
-        microbatch.  ``encoded_with``: the microbatches whose images pass the ViT together, prepared in this order.
+        ``totals`` may be None if no loss is needed.  ``sums``: the loss is the sum over the microbatch's targets.
+        ``is_whole``: neither sequence nor context parallelism divides this microbatch.  ``encoded_with``: the
+        microbatches whose images share a pass through the ViT, prepared in this order.
         """
         spec, model, device = self._spec, self._model, self.device
         shard_group, context = (None, replace(self.context, is_alone=True)) if is_whole else (
@@ -157,8 +151,8 @@ class Preparation:
             vision_shard_group = None if is_whole else self.vision_shard_group
             vision, to_keep = self._vision_inputs(encoded, context, vision_shard_group, dropout_seed)
         if spec.has_embedding:
-            embedding = embedding_inputs(microbatch, model.visual_token_ids, device, context, self._tp_group, shard_group,
-                                         share, self._visual_gradients)
+            embedding = embedding_inputs(microbatch, model.visual_token_ids, device, context, self._tp_group,
+                                         shard_group, share, self._visual_gradients)
             if shared_pass is not None and embedding.visual is not None:  # the chunk has gathered them
                 embedding = replace(embedding, visual=replace(embedding.visual, sharded=None))
         if spec.language_layers:
@@ -172,8 +166,8 @@ class Preparation:
     def _shared_pass(
         self, microbatch: Microbatch, members: Sequence[Microbatch]
     ) -> tuple[Sequence[Microbatch], SharedVisionPass]:
-        """The microbatches whose images pass the ViT in the forward step of ``microbatch``, and where its visual tokens
-        come from."""
+        """The microbatches whose images pass the ViT in that of ``microbatch``, and where its visual tokens come
+        from."""
         kind = microbatch.skips_vision
         if microbatch is not members[0]:
             shared_pass = self._shared_passes.pop(kind) if microbatch is members[-1] else self._shared_passes[kind]
@@ -216,8 +210,7 @@ class Preparation:
         return images if any(key for key, _ in images) else ()
 
     def _pixels(self, microbatches: Sequence[Microbatch], context: Context) -> Tensor:
-        """Copy the images' bytes to the device and normalise them there, consecutive images with the same normalisation
-        at a time."""
+        """Copy the images' bytes to the device and normalise them there."""
         given = [(one, one.pixel_values) for one in microbatches if one.pixel_values is not None]
         num_rows, (_, first) = sum(len(rows) for _, rows in given), given[0]
         found, end = torch.empty(num_rows, first.shape[1], dtype=self._dtype, device=self.device.torch_device), 0

@@ -1,6 +1,5 @@
-"""One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says.
-
-A chunk maps a message to a message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
+"""One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says and maps a message to a
+message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +46,7 @@ class MadeFeatures:
 
 
 class Chunk(nn.Module):
-    """One rank's part of one slot, frozen and marked as megatron expects; the weights have no values yet."""
+    """One rank's part of one slot, with the attributes that megatron expects; the weights have no values yet."""
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
                  loss_unit: LossUnit, journal: Journal, side: SideStream, shards_weights: bool = False,
@@ -66,8 +65,6 @@ class Chunk(nn.Module):
         self.towers: Towers = towers_of(model)
         self.prepare = Preparation(
             model, spec, mesh, self.towers, device, settings.params_dtype, loss_unit, settings.sequence_parallel)
-        self.vision_shard_group = self.prepare.vision_shard_group
-        self.gives_features = self.prepare.gives_features
         towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights, host=host)
         encoder_context = context.alone if model.encodes_whole else context
@@ -92,7 +89,7 @@ class Chunk(nn.Module):
             WeightShards(self.bucket_specs(), self.parameters(), mesh.groups.dp_cp) if shards_weights else None)
 
     def bucket_specs(self) -> Iterator[BucketSpec]:
-        """All weights, in units that are gathered and reduced together, in the order of the forward pass."""
+        """All weights, bucket by bucket, in the order of the forward pass."""
         if self.spec.vision_layers:
             encoder: Any = self.image_encoder["encoder"]
             yield from encoder.bucket_specs()
@@ -152,22 +149,20 @@ class Chunk(nn.Module):
                 self._give(self.towers.features_of(seen, vision), inputs.to_keep)
         made: Tensor = self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
         if inputs.shared_pass is not None:
-            if self.vision_shard_group is not None:  # shards of all rows are not shards of each microbatch's rows
-                shards = RowShards(sum(inputs.shared_pass.num_tokens), self.vision_shard_group)
+            if (group := self.prepare.vision_shard_group) is not None:  # not shards of each microbatch's rows
+                shards = RowShards(sum(inputs.shared_pass.num_tokens), group)
                 made = gather_rows(made, ShardedRows(shards), sums_gradients=True)
             inputs.shared_pass.fill(made)
         return made
 
     def _own(self, shared_pass: SharedVisionPass, is_sent: bool) -> Tensor | None:
         """The next microbatch's visual tokens, or what this rank sends of them."""
-        x = shared_pass.take()
-        if x is None or not is_sent or self.vision_shard_group is None:
-            return x
-        return x[RowShards(len(x), self.vision_shard_group).here]
+        x, group = shared_pass.take(), self.prepare.vision_shard_group
+        return x if x is None or not is_sent or group is None else x[RowShards(len(x), group).here]
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Start copying ``features`` to the host; nothing waits for them before the step ends."""
-        if self.gives_features:
+        if self.prepare.gives_features:
             read = self.device.runtime.start_copying_back(features)
             self.made.append(MadeFeatures(images, read, features.nbytes))
 
@@ -209,7 +204,7 @@ class Stage:
     @property
     def gives_features(self) -> bool:
         """Whether ``take_features`` returns features on this rank, if they are to be stored."""
-        return any(chunk.gives_features for chunk in self.chunks)
+        return any(chunk.prepare.gives_features for chunk in self.chunks)
 
     def take_features(self) -> list[MadeFeatures]:
         """Features to be stored that the ViT has made since the last call."""
@@ -219,7 +214,6 @@ class Stage:
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """In the order of the chunks."""
         for chunk in self.chunks:
             yield from chunk.named_parameters()
 
@@ -229,7 +223,6 @@ class Stage:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether this rank keeps only its shard of each weight."""
         return self._weight_shards is not None
 
     @property
@@ -248,8 +241,8 @@ class Stage:
             shards.set(parameter, values)
 
     def whole_weights(self, weights: Iterable[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-        """Each of ``weights`` with its values on this rank, which last until the next one is taken; on all ranks
-        together."""
+        """Yield each of ``weights`` with its values on this rank, which are valid until the next one is taken.  If
+        ranks keep shards of weights, all of them must iterate over the same weights: this is a collective."""
         shards = self._weight_shards
         if shards is None:
             yield from ((weight, self.get_parameter(weight.name).detach()) for weight in weights)
@@ -257,8 +250,8 @@ class Stage:
         by_bucket: dict[WeightBucket, list[Weight]] = {}
         for weight in weights:
             by_bucket.setdefault(shards.bucket_of(self.get_parameter(weight.name)), []).append(weight)
-        for unit, some in by_bucket.items():
-            with shards.opened(unit):
+        for bucket, some in by_bucket.items():
+            with shards.opened(bucket):
                 yield from ((weight, self.get_parameter(weight.name).detach()) for weight in some)
 
     def all_whole(self) -> AbstractContextManager[None]:

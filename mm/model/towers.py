@@ -47,7 +47,7 @@ class Towers:
         [Sequence[Grid], Tensor | None, Tensor | None, VisionConfig, Device, dist.ProcessGroup | None, Tensor | None],
         VisionInputs]
     """From the grids of a microbatch's images, their pixels or features on the device, the group that shards rows, and
-    the patches' keys for dropout."""
+    dropout keys of the patches."""
     language_inputs: Callable[
         [Microbatch, LanguageConfig, torch.dtype, Device, dist.ProcessGroup | None, Share | None, Tensor | None],
         AttentionInputs]

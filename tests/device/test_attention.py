@@ -66,7 +66,7 @@ def window_lengths(*images):
 def test_segments():
     segments = segments_of([3, 3, 0, 3, 5, 2, 2])
     assert segments.lengths == (3, 3, 3, 5, 2, 2)
-    assert segments.stretches == ((3, 3), (5, 1), (2, 2))
+    assert segments.equal_runs == ((3, 3), (5, 1), (2, 2))
     assert segments.cu_seqlens.tolist() == [0, 3, 6, 9, 14, 16, 18]
     assert segments.cu_seqlens.dtype == torch.int32
     assert segments.max_length == 5
@@ -74,7 +74,7 @@ def test_segments():
 
 def test_no_segments():
     segments = segments_of([])
-    assert (segments.lengths, segments.stretches, segments.max_length) == ((), (), 0)
+    assert (segments.lengths, segments.equal_runs, segments.max_length) == ((), (), 0)
     assert segments.cu_seqlens.tolist() == [0]
 
 
@@ -93,7 +93,7 @@ def test_no_segments():
     ],
 )
 def test_the_way_with_fewer_calls_is_preferred(lengths, max_segments, expected):
-    assert segments_of(lengths).prefers_stretches(max_segments) is expected
+    assert segments_of(lengths).prefers_batches(max_segments) is expected
 
 
 ONE_SIZE, MIXED = ((1, 32, 32), (1, 16, 48)), ((1, 30, 26), (1, 16, 16), (1, 22, 34))

@@ -44,7 +44,7 @@ on_cuda = pytest.mark.skipif(
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
-def test_a_kernel_function_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
+def test_a_function_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
     num_graphs, num_kernels = compiled_so_far()
     for rows in (50, 7, 300):
         x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))

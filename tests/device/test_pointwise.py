@@ -69,7 +69,7 @@ def test_both_sets_of_functions_are_equal_to_the_bit_when_eager(shape, dtype, ta
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 @dtypes
 def test_the_gradient_of_a_bias_is_the_sum_of_the_rows(torch_npu, kind: str, rows: int, dtype, table_dtype) -> None:
-    """Fused kernel functions sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
+    """Fused functions sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
     cpu, kernels = kernels_of("cpu"), kernels_of(kind, unfused)
     angles = (table.to(table_dtype) for table in tables(LANGUAGE[2], rows))
     projection, gate_up = fused_projection(LANGUAGE, rows, dtype), torch.randn(rows, 24, dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.parallel.order import FREE, MessageCost, SlotCost, simulate, stage_steps, step_cost
+from mm.parallel.order import MessageCost, SlotCost, simulate, stage_steps, step_cost
 
 SECONDS = st.floats(0.1, 3.0)
 
@@ -50,7 +50,7 @@ def test_free_messages_change_nothing(num_stages, num_chunks, num_microbatches) 
     num_slots = num_stages * num_chunks
     costs = [[SlotCost(1.0 + slot + microbatch / 7, 2.0 + slot) for slot in range(num_slots)]
              for microbatch in range(num_microbatches)]  # fmt: skip
-    free = [[FREE] * (num_slots - 1)] * num_microbatches
+    free = [[MessageCost(0.0, 0.0)] * (num_slots - 1)] * num_microbatches
     assert simulate(costs, num_stages, free) == simulate(costs, num_stages)
 
 

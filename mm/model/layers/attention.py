@@ -1,6 +1,5 @@
-"""What attention reads besides the rows of its layer: positions, segments, other ranks' rows and earlier tokens.
-
-Cache of keys and values of earlier tokens, so that a new token costs only one row.
+"""What attention reads besides the rows of its layer: positions, segments, other ranks' rows, and earlier tokens, whose
+keys and values are cached so that a new token costs only one row.
 
 A pass processes either whole sequences, as packed segments with the trainer's attention, or one new token of each
 sequence, which attends to everything in its sequence.
@@ -36,7 +35,7 @@ class Places:
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """Whole sequences, one after another; the tokens of each have the numbers 0, 1, and so on."""
+        """Whole sequences, one after another."""
         counts = torch.tensor(lengths)
         sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         numbers = torch.cat([torch.arange(length) for length in lengths])
@@ -72,8 +71,8 @@ class LayerCache:
 def attend_to_kept(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """Attention of one query for each sequence to the first ``lengths`` of its keys: [sequences, heads, head_dim].
 
-    Plain operations suffice on every device: with one query per sequence the cost is reading the keys from memory, not
-    the products.  The softmax is in fp32, as in the fused kernels.
+    Plain operations suffice: with one query per sequence the cost is reading the keys from memory, not the products.
+    The softmax is in fp32, as in the fused kernels.
     """
     num_sequences, num_heads, head_dim = q.shape
     num_groups, longest = keys.shape[1:3]

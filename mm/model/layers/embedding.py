@@ -40,8 +40,8 @@ def embedding_inputs(
     """Plan where the visual tokens go, and copy the token ids to the device.
 
     ``visual_token_ids``: placeholders for the visual tokens of images and of videos, which are in one common order.
-    ``shard_group``: the ranks over which this rank's rows are sharded.  ``share``: ``context.share(microbatch)``, None if
-    this rank has all rows.  ``visual_gradients``: whether visual tokens need gradients.
+    ``shard_group``: the ranks over which this rank's rows are sharded.  ``share``: ``context.share(microbatch)``, None
+    if this rank has all rows.  ``visual_gradients``: whether visual tokens need gradients.
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
@@ -106,7 +106,7 @@ class VisualRows:
         return visual_tokens if self.here is None else visual_tokens[self.here]
 
     def to_device(self, copy: Callable[[Tensor], Tensor]) -> "VisualRows":
-        """The same on the device; ``copy`` copies a host tensor there (``Device.copy``)."""
+        """``copy``: ``Device.copy``."""
         exchange = None if self.exchange is None else self.exchange.to_device(copy)
         return replace(self, index=copy(self.index), exchange=exchange)
 
@@ -125,7 +125,8 @@ def plan_visual_rows(
     made_by = _makers(microbatch, len(places)) if context.num_encoders > 1 else torch.zeros_like(places)
     own = index[held_by == rank]
     if context.encoders_per_share > 1:
-        wanted_by = _tensor_rank_of(held_by, index, rows, sharded is not None, tp_group.size()) + tp_group.size() * held_by
+        tensor_ranks = _tensor_rank_of(held_by, index, rows, sharded is not None, tp_group.size())
+        wanted_by = tensor_ranks + tp_group.size() * held_by
         exchange = _exchange(made_by, wanted_by, context.encoders)
         if sharded is not None:
             in_piece = index[wanted_by == context.encoders.rank()] - sharded.shards.here.start

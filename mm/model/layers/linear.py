@@ -25,9 +25,9 @@ from mm.parallel.zero.gradient_buffers import gradient_from, take_buffer
 class _Linear(torch.autograd.Function):
     """x W^T + b; the gradient of x is summed over ``group`` while the gradient of W is computed.
 
-    If x is a shard of ``sharded`` rows, all rows are gathered for the product, and again for the gradient of W; only the
-    shard is kept.  Backward overlaps each collective with a product: it gathers x during the product for the gradient
-    of x, and reduce-scatters that gradient during the product for the gradient of W.
+    If x is a shard of ``sharded`` rows, all rows are gathered for the product, and again for the gradient of W; only
+    the shard is kept.  Backward overlaps each collective with a product: it gathers x during the product for the
+    gradient of x, and reduce-scatters that gradient during the product for the gradient of W.
     """
 
     @staticmethod
@@ -72,14 +72,14 @@ def linear(
 ) -> Tensor:
     """x W^T + b of x [rows, input]; ``weight`` is [output, ...], its other axes flattened.
 
-    The gradient of x is summed over ``gradient_group``, the ranks that hold the other outputs.  With ``sharded``, x is a
-    shard of the rows and the result has all rows.
+    The gradient of x is summed over ``gradient_group``, the ranks that hold the other outputs.  With ``sharded``, x is
+    a shard of the rows and the result has all rows.
     """
     return _Linear.apply(x, weight, bias, accumulate, gradient_group, sharded)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A linear layer whose outputs are sharded over tensor parallelism; x is whole on every rank, or sharded by rows."""
+    """A linear layer whose outputs are sharded over tensor parallelism."""
 
     weight: Any
     tp_group: dist.ProcessGroup
@@ -106,7 +106,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """A linear layer whose inputs are sharded over tensor parallelism; its output is whole on every rank, or a shard."""
+    """A linear layer whose inputs are sharded over tensor parallelism."""
 
     weight: Any
     tp_group: dist.ProcessGroup
@@ -121,7 +121,7 @@ class RowLinear(RowParallelLinear):
     def forward(
         self, x: Tensor, sharded: ShardedRows | None = None, keys: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[rows, input / TP] -> [rows, output], or a shard of ``sharded``, and a bias that the caller must add (or None).
+        """[rows, input / TP] -> [rows, output], or a shard of them, and a bias that the caller must add (or None).
 
         The caller sums the gradient of the bias (``RMSNorm``, ``biased``).  ``keys``: of rows, for adapters' dropout.
         """
@@ -129,12 +129,14 @@ class RowLinear(RowParallelLinear):
         if self.tp_group.size() == 1:  # no sum over ranks: the bias is part of the product
             y, bias = linear(x, self.weight, bias, self.accumulate), None
         else:
-            y = self._sum_over_ranks(linear(x, self.weight, None, self.accumulate), sharded)
+            y = sum_over_ranks(linear(x, self.weight, None, self.accumulate), self.tp_group, sharded)
         if self.adapters and bias is not None:
             y, bias = y + bias, None
         for adapter in self.adapters:
             y = adapter.add_to_sum(y, x, sharded, keys)
         return y, bias
 
-    def _sum_over_ranks(self, x: Tensor, sharded: ShardedRows | None) -> Tensor:
-        return reduce_from_tensor_model_parallel_region(x, self.tp_group) if sharded is None else reduce_rows(x, sharded)
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup, sharded: ShardedRows | None) -> Tensor:
+    """The sum over tensor-parallel ranks: whole on each, or its shard of the rows."""
+    return reduce_from_tensor_model_parallel_region(x, group) if sharded is None else reduce_rows(x, sharded)

@@ -1,12 +1,11 @@
-"""Adapters of linear layers: y += scale x B(A(dropout(x))), each sharded like its layer.
+"""Adapters of linear layers: y += scale x B(A(dropout(x))), each sharded like its layer; and their dropout.
 
 Column-parallel layer: B's outputs are sharded; A is replicated and computes the hidden elements of this rank's rows.
 Row-parallel layer: A's inputs are sharded; the hidden elements are summed over ranks before B, which is replicated.
 So ranks exchange only ``rank`` elements per row, and gradients are reduced like those of the model's own weights.
 
-Dropout as a hash of what is dropped: the step, the sample, the position in it, the layer and the column.
-
-So no layout changes it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
+What is dropped is a hash of the step, the sample, the position in it, the layer and the column.  So no layout changes
+it, a recomputed layer drops the same elements, and no mask is kept for the backward pass.
 """
 
 import hashlib
@@ -17,15 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from mm.batch import Microbatch
 from mm.device.kernels import Accumulate
 from mm.device.pointwise import BITS, mixed
 from mm.model.layers.layer_context import LayerContext
-from mm.model.layers.linear import linear
-from mm.model.parallel.sharded_rows import ShardedRows, reduce_rows
+from mm.model.layers.linear import linear, sum_over_ranks
+from mm.model.parallel.sharded_rows import ShardedRows
 from mm.parallel.zero.gradient_buffers import gradient_from, take_buffer
 from mm.weights.adapters import layer_weight, matrix_pairs
 from mm.weights.shard import memory_shape
@@ -184,8 +182,7 @@ class Adapter(nn.Module):
         """The same for a row-parallel layer: ``y`` is whole, or a shard of ``sharded``."""
         hidden = self._hidden(x, keys)
         if self.tp_group is not None:
-            hidden = reduce_from_tensor_model_parallel_region(hidden, self.tp_group) if sharded is None else (
-                reduce_rows(hidden, sharded))
+            hidden = sum_over_ranks(hidden, self.tp_group, sharded)
         return y + self.lora_B(hidden)
 
 

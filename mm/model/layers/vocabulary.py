@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import VocabParallelEmbedding, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from mm.config.model import LanguageConfig
 from mm.device.kernels import EAGER_LOGITS, Accumulate, LogitKernels
 from mm.model.layers.layer_context import LayerContext, never_initialize
+from mm.model.layers.linear import sum_over_ranks
 from mm.model.layers.loss import MAX_LOGIT_ROWS, LossInputs, max_logit_rows
-from mm.model.parallel.sharded_rows import ShardedRows, reduce_rows
+from mm.model.parallel.sharded_rows import ShardedRows
 from mm.parallel.zero.gradient_buffers import gradient_buffer, gradient_from, take_buffer
 
 
@@ -67,9 +68,7 @@ class VocabularyEmbedding(VocabParallelEmbedding):
             return _Lookup.apply(self.weight, token_ids, None)
         rows, is_here = rows_here(token_ids, self.vocab_start_index, self.num_embeddings_per_partition)
         found = _Lookup.apply(self.weight, rows, is_here)
-        if sharded is not None:
-            return reduce_rows(found, sharded)
-        return reduce_from_tensor_model_parallel_region(found, self.tp_group)
+        return sum_over_ranks(found, self.tp_group, sharded)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""Sequence parallelism in the model: gather rows from the tensor-parallel ranks' shards, and reduce-scatter them back.
+"""Sequence parallelism in a layer: gather the rows that tensor-parallel ranks hold shards of, and reduce-scatter them.
 
-Between two linear layers each rank holds a shard; their products need all rows.  ``mm.parallel.context`` cuts them.
+Between two linear layers each rank holds a shard (``mm.parallel.context.RowShards``); their products need all rows.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,8 @@
-"""Forward FLOPs of Qwen2.5-VL, block by block.
-
-Positions of tokens and patches: merge units, M-RoPE positions, and the attention windows of the ViT.
+"""What Qwen2.5-VL computes without weights: FLOPs, positions of tokens and patches, rope tables, attention windows.
 
 A *merge unit* is the square of ``spatial_merge_size`` x ``spatial_merge_size`` patches that the projector turns into
 one visual token.  The image processor stores the patches of an image unit by unit: frame, row and column of the unit,
 then row and column inside it.
-
-Rotary position embedding of both towers: cos/sin tables per token.  ``mm.device.pointwise`` rotates by them.
 """
 
 import math

@@ -36,8 +36,8 @@ def language_inputs(
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
 
-    ``share``: how context-parallel ranks divide the row; ``shard_group``: the ranks among which this rank's rows are sharded;
-    ``keys``: of the whole row, for dropout.
+    ``share``: how context-parallel ranks divide the row; ``shard_group``: the ranks among which this rank's rows are
+    sharded; ``keys``: of the whole row, for dropout.
     """
     positions, across = microbatch.positions, None
     if share is not None:

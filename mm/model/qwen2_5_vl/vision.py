@@ -75,11 +75,13 @@ def vision_inputs(
         patches_per_token = config.spatial_merge_size**2  # patches that become one visual token stay on one rank
         sharded_window = ShardedRows(RowShards(num_patches, shard_group, patches_per_token))
         sharded_images = replace(sharded_window, order=plan.image_order)
-        sharded_tokens = ShardedRows(RowShards(num_patches // patches_per_token, shard_group), plan.token_restore.reversed())
+        num_tokens = num_patches // patches_per_token
+        sharded_tokens = ShardedRows(RowShards(num_tokens, shard_group), plan.token_restore.reversed())
     inputs = WindowedVisionInputs(
         pixel_values=pixels, features=features, plan=plan,
         window=AttentionInputs(cos, sin, Segments.build(plan.window_lengths, device.copy), False, sharded_window),
-        full=AttentionInputs(image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, sharded_images),
+        full=AttentionInputs(
+            image_cos, image_sin, Segments.build(plan.image_lengths, device.copy), False, sharded_images),
         sharded_tokens=sharded_tokens)
     return inputs if keys is None else _with_keys(inputs, device.copy(keys), config.spatial_merge_size**2)
 
@@ -149,7 +151,8 @@ class VisionEncoder(nn.Module):
         """
         plan, sharded = inputs.plan, inputs.window.sharded
         if self.has_patch_embedding and sharded is not None:
-            x = self.patch_embed["proj"](x.index_select(0, plan.patch_order.index[sharded.shards.here]), inputs.patch_keys)
+            own = plan.patch_order.index[sharded.shards.here]
+            x = self.patch_embed["proj"](x.index_select(0, own), inputs.patch_keys)
         elif self.has_patch_embedding:
             x = plan.patch_order(self.patch_embed["proj"](x, inputs.patch_keys))
         residual = Residual(x)
@@ -165,7 +168,7 @@ class VisionEncoder(nn.Module):
 
 
 def features_of(x: Tensor, inputs: WindowedVisionInputs) -> Tensor:
-    """The last layer's output, gathered if it is sharded, in the form of ``WindowedVisionInputs.features``; detached."""
+    """The last layer's whole output in the form of ``WindowedVisionInputs.features``; detached."""
     sharded, x = inputs.window.sharded, x.detach()
     return (x if sharded is None else sharded.gather(x)).index_select(0, inputs.plan.patch_order.inverse)
 

@@ -1,6 +1,4 @@
-"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages; for validation
-the forward passes alone.
-"""
+"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,12 +24,9 @@ def run_schedule(
     """Forward and backward of every microbatch.  ``models`` are the chunks of this rank.
 
     Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
-    the head.  Summed over data-parallel ranks it is the loss of the global batch.
-
-    Arguments:
-
-    - ``scale``: applied to each loss before its backward pass (fp16)
-    - ``leave``: called with microbatch and chunk when the loop is past a backward pass, before it waits for anything
+    the head.  Summed over data-parallel ranks it is the loss of the global batch.  ``scale`` is applied to each loss
+    before its backward pass (fp16); ``leave`` is called with microbatch and chunk when the loop is past a backward
+    pass, before it waits for anything.
     """
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
@@ -117,14 +112,14 @@ class _Passes:
         self, forward: _Forward, communicator: PipelineCommunicator, total: Tensor,
         scale: Callable[[Tensor], Tensor] | None, leave: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
-        """``total``: to add the losses to; the others are those of ``run_schedule``."""
         self.forward, self._communicator, self._total = forward, communicator, total
         self._scale, self._leave = scale, leave
         self._kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
 
     def run_forward(self, step: Step) -> None:
         _, (microbatch, chunk) = step
-        self._kept[microbatch, chunk] = _, output = self.forward(microbatch, chunk)
+        received, output = self.forward(microbatch, chunk)
+        self._kept[microbatch, chunk] = received, output
         has_head = self.forward.chunks[chunk].spec.has_head
         if has_head:
             self._total.add_(output.detach())
@@ -145,7 +140,7 @@ class _Passes:
 
 
 class _Inputs:
-    """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
+    """The inputs of a rank's forward steps besides messages, prepared while the device runs the step before."""
 
     def __init__(self, chunks: Sequence[Any], plan: StepPlan, passes: Sequence[ChunkPass], sums: bool) -> None:
         """``sums``: see ``mm.model.prepare.Preparation``."""
@@ -168,7 +163,7 @@ class _Inputs:
         return inputs
 
     def prepare_next(self) -> None:
-        """Called when a forward step is queued, while its inputs are alive (``SideStream.after_event`` requires it)."""
+        """Call when a forward step is queued, while its inputs are alive (``SideStream.after_event`` requires it)."""
         if self._passes:
             microbatch, chunk = chunk_pass = self._passes.popleft()
             module = self._chunks[chunk]

@@ -3,8 +3,6 @@
 The communicator reads shapes, and which gradients are needed, from the step's plan: no shapes are exchanged, the loop
 never waits for the device, and a boundary that carries nothing sends nothing.  megatron-core's own exchanges a shape
 before each message and waits for the device.
-
-Messages between stages, as the step's plan describes them, and the handles by which to wait for them.
 """
 
 import math
@@ -36,13 +34,12 @@ class Transfer:
     chunk: int
     """Chunk on this rank."""
     boundary: int
-    """Index of the receiving slot of activations: slot b also sends gradients back over boundary b."""
+    """The slot that receives activations over it, and sends gradients back."""
     peer: int
     """Global rank."""
     peer_stage: int
     shape: tuple[int, int] | None
     samples: tuple[int, ...]
-    """The microbatch's samples."""
 
     def text(self, dtype: torch.dtype) -> str:
         """One line for a report."""
@@ -79,7 +76,7 @@ class Batch:
         self._add(due, None if tensor is None else tensor.contiguous())
 
     def receive(self, due: Transfer, tensor: Tensor | None) -> Arriving:
-        """``tensor`` is the buffer to receive into; None if the message carries nothing."""
+        """``tensor``: to receive into; None if the message carries nothing."""
         arriving = Arriving(due, tensor)
         if self._add(due, tensor):
             self._receiving[len(self.operations) - 1] = arriving
@@ -123,7 +120,7 @@ def message_shape(
 def shard_shape(
     message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
 ) -> tuple[int, int] | None:
-    """The shape of this tensor-parallel rank's shard under sequence parallelism; whole encoders' images are not sharded."""
+    """The shape of a tensor-parallel rank's shard under sequence parallelism; images of whole encoders stay whole."""
     if shape is None or (model.encodes_whole and message is not Message.HIDDEN_STATES):
         return shape
     here = row_shard(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
@@ -131,8 +128,8 @@ def shard_shape(
 
 
 class PipelineCommunicator:
-    """Point-to-point messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a
-    group, which runs its batches in order."""
+    """The messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a group, which
+    runs its batches in order."""
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
@@ -205,7 +202,7 @@ class PipelineCommunicator:
                     self._in_flight.popleft()[0].wait()
 
     def latest_messages(self) -> list[str]:
-        """The messages of the latest exchange, as text for a report."""
+        """Those of the latest exchange, for a report."""
         return [due.text(self._dtype) for due in self._latest if due.shape is not None]
 
     def _start(self, step: Step | None, made: Tensor | None = None) -> None:

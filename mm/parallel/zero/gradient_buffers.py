@@ -69,11 +69,11 @@ def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
     With megatron's DDP, None: the gradient is in its buffer.  megatron's hook adds none if ``grad_added_to_main_grad``
     is set, but requires that ``grad`` is not None, so a single element expanded to the weight's shape stands in.
     """
-    marked: Any = weight  # carries megatron's attributes, which torch's types lack
-    if buffer is not getattr(marked, "main_grad", None):
+    parameter: Any = weight  # with megatron's attributes, which torch's types lack
+    if buffer is not getattr(parameter, "main_grad", None):
         return buffer.to(weight.dtype)
-    marked.grad_added_to_main_grad = True
-    marked.grad = weight.new_empty(()).expand(weight.shape)
+    parameter.grad_added_to_main_grad = True
+    parameter.grad = weight.new_empty(()).expand(weight.shape)
     return None
 
 

@@ -1,12 +1,12 @@
-"""Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
+"""Gradients of which each data-parallel rank keeps only its shard (ZeRO-2).
 
-Each bucket, such as a layer, has a buffer only while a backward pass fills it.  The pass reduce-scatters it, and each
-rank adds its shard to the sum of the step.  Shards are those of megatron's distributed optimizer, so its states, its
-gathers of weights and our checkpoints are the same as without this.
+A bucket (``weight_shards.py``), such as a layer, has a gradient buffer only while a backward pass fills it.  The pass
+reduce-scatters it, and each rank adds its shard to the sum of the step.  Shards are those of megatron's distributed
+optimizer, so its states, its gathers of weights and our checkpoints are the same as without this.
 
 Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
-products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.
-``zero2_schedule`` decides when a bucket is reduced; with shards of the weights, too, ``zero3_schedule`` does.
+products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``schedule.py`` decides when a bucket is
+reduced.
 """
 
 import inspect
@@ -33,12 +33,12 @@ _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__
 
 
 class GradientBucket:
-    """The gradients of one bucket on this rank: all of them while a backward pass fills them, its shard of their sum."""
+    """The gradients of one bucket: all of them while a backward pass fills them, and this rank's shard of their sum."""
 
     def __init__(self, group: _ParamAndGradBucketGroup, spec: BucketSpec, places: BucketPlaces) -> None:
-        """``places``: where each weight begins and ends in the bucket, in the order of the bucket."""
         (bucket,) = group.buckets
-        self.spec, self.megatron_bucket, self.group, self.places = spec, bucket, group, places
+        self.spec, self.group, self.places = spec, group, places
+        self.megatron_bucket: _ParamAndGradBucket = bucket
         self._shape_only, start, stop = bucket.grad_data, *self.shard_range
         assert bucket.param_data is not None, "the optimizer is megatron's distributed one"
         self.shard = torch.empty(stop - start, dtype=torch.float32, device=bucket.param_data.device)
@@ -124,13 +124,12 @@ class _ShardedBuffer:
     """
 
     def __init__(
-        self, config: DistributedDataParallelConfig, group: Any, weights_of_buckets: Sequence[list[Any]], holds_weights: bool
+        self, config: DistributedDataParallelConfig, group: Any, buckets: Sequence[list[Any]], holds_weights: bool
     ) -> None:
-        """``holds_weights``: buckets have memory for them; otherwise
-        ``WeightShards`` has memory for shards only."""
+        """``holds_weights``: buckets have memory for their weights; otherwise ``WeightShards`` has it for shards."""
         self._holds_weights = holds_weights
         self.ddp_config, self.data_parallel_group, self.data_parallel_world_size = config, group, group.size()
-        self.params = [weight for weights in weights_of_buckets for weight in weights]
+        self.params = [weight for weights in buckets for weight in weights]
         self.param_indices = list(range(len(self.params)))
         (self.param_dtype,) = {weight.dtype for weight in self.params}
         self.grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else self.param_dtype
@@ -138,11 +137,10 @@ class _ShardedBuffer:
         self.param_index_map: dict[Any, tuple[int, int, int]] = {}
         self.buckets: list[_ParamAndGradBucket] = []
         self.places: list[BucketPlaces] = []
-        """By bucket: where each weight begins and ends in it."""
         self.numel = self.numel_unpadded = 0
         self.num_optimizer_shards = group.size()
         """megatron-core 0.19's optimizer compares it with its own number of ranks."""
-        for weights in weights_of_buckets:
+        for weights in buckets:
             self._append(weights)
 
     def get_unpacked_index_map(self) -> dict[Any, tuple[int, int, int]]:
@@ -186,10 +184,8 @@ class ShardedGradients(DistributedDataParallel):
         for weight in trained:
             weight.requires_grad_(True)
         self.forward_begins: Callable[[int, Images], None] = lambda *_: None
-        """Called before the forward pass of a microbatch, given by its number in the step, with the images that pass
-        there."""
+        """Called before the forward pass of a microbatch, with its number in the step and what images do there."""
         self.backward_begins: Callable[[int], None] = lambda _: None
-        """Called when the backward pass of a microbatch begins, if it has one."""
         self.backward_ends: Callable[[], None] = lambda: None
         self.bucket_begins: Callable[[int, int, bool], None] = lambda *_: None
         """Called when the backward pass of one of a bucket's modules begins: with the number of the microbatch in whose
@@ -234,8 +230,8 @@ class ShardedGradients(DistributedDataParallel):
         _watch_backward(module, lambda: partial(self.use_begins, place, True))
 
     def start(self, microbatch: int, images: Images) -> None:
-        """Call before the forward pass of each microbatch that has a backward pass too, or if ranks keep shards of
-        weights; ``images``: what images do in it on this rank."""
+        """Call before each forward pass of training, and with shards of weights before any other.  ``images``: what
+        images do in it on this rank."""
         self._microbatch = microbatch
         self.forward_begins(microbatch, images)
 
@@ -260,7 +256,7 @@ class ShardedGradients(DistributedDataParallel):
 
 def _watch_backward(module: nn.Module, prepared: Callable[[], Callable[[], None]]) -> None:
     """Call a function whenever the backward pass of ``module`` begins: before any of its nodes runs, and after those of
-    the modules that used its output.  ``prepared`` is called in each forward pass and returns that function."""
+    the modules that used its output.  ``prepared`` returns that function, in each forward pass."""
 
     def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

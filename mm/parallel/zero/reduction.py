@@ -23,10 +23,7 @@ _MIN_ELEMENTS = 1 << 20
 
 
 def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
-    """Prepare megatron's gradient buffers for a step.
-
-    ``overwrites``: whether this device's products can overwrite (``Kernels``).
-    """
+    """Prepare megatron's gradient buffers for a step; ``overwrites``: that of ``Kernels``."""
     model: Any
     for model in models:
         if not overwrites:
@@ -50,10 +47,7 @@ def finalize(
     models: Sequence[DistributedDataParallel], passes: Zero2Schedule | Zero3Schedule | None,
     tied_group: dist.ProcessGroup | None,
 ) -> None:  # fmt: skip
-    """Reduce the gradients after the last microbatch.
-
-    ``passes``: those of ``models`` if ranks keep shards of the gradients.  Most of these are reduced already then.
-    """
+    """Reduce the gradients after the last microbatch.  ``passes``: if ranks keep shards; most are reduced then."""
     chunk: Any = models[0].module
     with chunk.journal.during(Work.REDUCTION):
         _finish_gathering(models)

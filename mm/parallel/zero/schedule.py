@@ -1,18 +1,9 @@
-"""Decides when buckets are reduced if data-parallel ranks keep shards of the gradients: in the same order on all ranks.
+"""When ranks that keep shards reduce buckets of gradients (ZeRO-2), and gather and free buckets of weights (ZeRO-3): in
+the same order on all ranks.
 
 Replicas differ in images and numbers of microbatches, so the order follows from the plan, which all know: pass by pass,
-and in each pass from the last bucket to the first, those of the ViT and the projector only if any replica has images
-there.  A rank goes through this order as its backward passes proceed, and reduces zeros where it has no gradients.
-
-When a rank that keeps shards of weights (ZeRO-3) gathers and frees buckets, and reduces their gradients.
-
-All ranks with the same weights derive the same order from the plan (``tasks_of``), although they have images in
-different microbatches and different numbers of microbatches.  Where a rank does not use a bucket itself, it takes part in
-the collectives all the same, and drops the weights.  It must do so before any other collective that ranks with images
-enter after their ViT, such as the exchange of visual tokens.  So it does it at the beginning of a forward pass and at
-the end of a backward pass.
-
-There is one stage: a forward pass and the backward pass of the same microbatch follow each other.
+and buckets of the ViT and the projector only in passes in which any replica has images.  A rank goes through this order
+as its own passes proceed.  Where it lacks one, it takes part all the same: it reduces zeros, and drops the weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +45,7 @@ class RunningReduction:
 
 
 class Zero2Schedule:
-    """The reductions of one rank's chunks."""
+    """Reduces the gradients of one rank's chunks, in each pass from the last bucket to the first."""
 
     def __init__(self, models: Sequence[ShardedGradients], num_stages: int) -> None:
         self._models, self._num_stages = models, num_stages
@@ -70,8 +61,8 @@ class Zero2Schedule:
         self._waiting: list[GradientBucket] = []
         """Units that the pass has still to reduce; the next one is last."""
         self._reduction = RunningReduction(self._journal)
-        for number, model in enumerate(models):
-            self._follow(number, model)
+        for chunk, model in enumerate(models):
+            self._follow(chunk, model)
 
     def _follow(self, chunk: int, model: ShardedGradients) -> None:
         model.backward_begins = lambda microbatch: self._begin_backward(microbatch, chunk)
@@ -79,7 +70,7 @@ class Zero2Schedule:
         model.bucket_begins = lambda microbatch, place, is_last: self._begin_bucket(microbatch, chunk, place, is_last)
 
     def begin(self, plan: StepPlan, overwrites: bool) -> None:
-        """Call before the passes of a step.  ``overwrites``: see ``mm.parallel.zero.reduction.begin``."""
+        """Call before the passes of a step.  ``overwrites``: see ``reduction.begin``."""
         assert plan.image_passes is not None, "the data owner of a run that shards gradients makes them"
         self._overwrites = overwrites
         self._has_images = tuple(Images.BACKWARD in images for images in plan.image_passes)
@@ -128,13 +119,12 @@ class Zero2Schedule:
         if is_last:
             while bucket in self._waiting and self._waiting[-1] is not bucket:
                 self._reduction.start(self._waiting.pop(), self._overwrites)
-        assert bucket in self._waiting or not self._is_reduced_in(bucket), "its gradients would come after their reduction"
+        assert bucket in self._waiting or not self._is_reduced_now(bucket), "it would be filled after its reduction"
         if bucket is self._reduction.bucket:  # of the pass before; this one fills it again
             self._reduction.finish()
         bucket.open(self._overwrites)
 
-    def _is_reduced_in(self, bucket: GradientBucket) -> bool:
-        """Whether the running pass reduces ``bucket``."""
+    def _is_reduced_now(self, bucket: GradientBucket) -> bool:
         microbatch, _ = self._order[self._now]
         return self._has_images[microbatch] or not bucket.spec.is_vision
 
@@ -150,10 +140,10 @@ class Zero2Schedule:
             self._now += 1
             if self._now < len(self._order):
                 _, chunk = self._order[self._now]
-                self._waiting = [bucket for bucket in self._models[chunk].gradient_buckets if self._is_reduced_in(bucket)]
+                self._waiting = [one for one in self._models[chunk].gradient_buckets if self._is_reduced_now(one)]
 
 
-# The order of a rank's work
+# ZeRO-3: the order of a rank's work
 
 
 @dataclass(frozen=True)
@@ -180,23 +170,22 @@ class Task(NamedTuple):
     is_backward: bool
 
 
-def uses_of(buckets: Sequence[BucketSpec], is_trained: Sequence[bool]) -> list[Use]:
-    """The uses of ``buckets``, whose first modules run in this order; ``is_trained``: whether each bucket owns trained
-    weights.
+def uses_of(specs: Sequence[BucketSpec], is_trained: Sequence[bool]) -> list[Use]:
+    """The uses of buckets, whose first modules run in this order; ``is_trained``: whether each owns trained weights.
 
-    A bucket that owns nothing stands for a module that uses the weights of an earlier bucket: the last norm, or the output
+    A bucket that owns nothing stands for a module that uses the weights of an earlier one: the last norm, or the output
     layer with a tied embedding.
     """
     owner = {}
-    for place, bucket in enumerate(buckets):
-        for module in bucket.modules:
+    for place, spec in enumerate(specs):
+        for module in spec.modules:
             owner.setdefault(module, place)
     found, has_backward = list[Use](), False
-    for bucket in buckets:
-        place = owner[bucket.modules[0]]
+    for spec in specs:
+        place = owner[spec.modules[0]]
         has_backward |= is_trained[place]
-        is_first = bucket is buckets[place]
-        found.append(Use(place, bucket.tower, has_backward, not (is_first and bucket.is_table),
+        is_first = spec is specs[place]
+        found.append(Use(place, spec.tower, has_backward, not (is_first and spec.is_table),
                          is_first and is_trained[place]))
     return found
 
@@ -260,11 +249,16 @@ def _reduced(uses: Sequence[Use], visit: tuple[int, bool]) -> Iterator[Task]:
         yield Task("reduce", place, is_backward)
 
 
-# The work itself
+# ZeRO-3: the work itself
 
 
 class Zero3Schedule:
-    """The buckets of one rank's only chunk."""
+    """Gathers, frees and reduces the buckets of one rank's only chunk.
+
+    There is one stage: a forward pass and the backward pass of the same microbatch follow each other.  A rank takes
+    part in gathers that it does not need at the beginning of a forward pass and the end of a backward pass: before any
+    collective that ranks with images enter after their ViT, such as the exchange of visual tokens.
+    """
 
     def __init__(self, model: ShardedGradients, journal: Journal, is_ahead: bool) -> None:
         """``is_ahead``: see ``tasks_of``."""
@@ -273,7 +267,7 @@ class Zero3Schedule:
         self._model, self._shards, self._journal, self._is_ahead = model, shards, journal, is_ahead
         weights = {one.spec: one for one in shards.buckets}
         gradients = {one.spec: one for one in model.gradient_buckets}
-        self._uses: Sequence[Use] = uses_of(shards.specs, [bucket in gradients for bucket in shards.specs])
+        self._uses: Sequence[Use] = uses_of(shards.specs, [spec in gradients for spec in shards.specs])
         self._weights: list[WeightBucket] = [weights[shards.specs[use.bucket]] for use in self._uses]
         self._gradients: list[GradientBucket | None] = [gradients.get(one.spec) for one in self._weights]
         self._reduction = RunningReduction(journal)

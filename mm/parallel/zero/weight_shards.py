@@ -1,10 +1,9 @@
-"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3): they are whole only while their bucket is open.
+"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3), whole only while their bucket is open.
 
-Each element of a weight without memory reads as NaN, so that a use of a closed bucket cannot pass unnoticed.  Norms and
-biases stay whole: a layer's last bias is added by the next layer.  ``zero3_schedule`` decides when buckets open and
-close.
-
-Buckets: weights that are gathered, and whose gradients are reduced, by one collective; and how they lie in memory.
+A *bucket* is the weights that one collective gathers, and whose gradients one reduces: those of a layer, the projector
+or the word embedding.  Each element of a weight without memory reads as NaN, so that a use of a closed bucket cannot
+pass unnoticed.  Norms and biases stay whole: a layer's last bias is added by the next layer.  ``schedule.py`` decides
+when buckets open and close.
 """
 
 import math
@@ -29,7 +28,7 @@ BucketPlaces = dict[Any, tuple[int, int]]
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Weights that belong together: those of a layer, of the projector, of the word embedding."""
+    """Which weights form a bucket."""
 
     modules: tuple[nn.Module, ...]
     """The modules that use them, in the order of the forward pass.  A later one may own none: a tied output layer."""
@@ -67,8 +66,7 @@ def padded(number: int, divisor: int) -> int:
 
 
 def owned_weights(specs: Sequence[BucketSpec], weights: Iterable[Any]) -> list[list[Any]]:
-    """For each bucket those of ``weights`` that it owns, in the order of its modules.  A weight that two buckets use
-    belongs to the first."""
+    """For each bucket those of ``weights`` that it owns: a weight that two buckets use belongs to the first."""
     left, found = dict.fromkeys(weights), list[list[Any]]()
     for spec in specs:
         own = [weight for module in spec.modules for weight in module.parameters() if weight in left]
@@ -91,7 +89,7 @@ def placeholder(weight: Tensor) -> Tensor:
 
 
 class _FlatWeights:
-    """Weights that one collective gathers.  They lie one after another, and this rank keeps its shard of that."""
+    """Weights that lie one after another, and this rank's shard of them."""
 
     def __init__(self, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
         self.layout, self._group = BucketLayout.of(weights, group.size()), group
@@ -142,7 +140,7 @@ class _FlatWeights:
 
 
 class WeightBucket:
-    """The weights of one bucket on this rank: its shard always, all of them while the bucket is open."""
+    """The weights of one bucket on this rank: always its shard, all of them while the bucket is open."""
 
     def __init__(self, spec: BucketSpec, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
         """Trained and frozen weights are gathered separately: the optimizer's shards divide only the trained ones."""
@@ -159,7 +157,6 @@ class WeightBucket:
         self._is_new = True
 
     def start_opening(self) -> None:
-        """Start to gather the weights, on all ranks that have shards of them."""
         assert not self.is_open and not self.is_arriving, "other ranks would wait for a gather that this one omits"
         for flat in self._flats:
             flat.start_gathering()
@@ -187,14 +184,12 @@ class WeightShards:
     """This rank's shards of all weights of a chunk."""
 
     def __init__(self, specs: Iterable[BucketSpec], weights: Iterable[Any], group: dist.ProcessGroup) -> None:
-        """``specs``: in the order of the forward pass.  The values of ``weights``, which may have no memory, are lost.
-        """
+        """``specs``: in the order of the forward pass.  The values of ``weights`` are lost."""
         self.specs = tuple(specs)
-        """Including buckets that own nothing because their module uses the weights of an earlier bucket."""
+        """Including those that own nothing because their module uses the weights of an earlier bucket."""
         owned = owned_weights(self.specs, weights)
         self.buckets = tuple(WeightBucket(spec, own, group)
                              for spec, own in zip(self.specs, owned, strict=True) if own)
-        """The buckets that own weights."""
         self._bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.flat_of}
         self.are_held = False
         """Whether ``all_opened`` is holding all buckets open."""
@@ -234,7 +229,5 @@ class WeightShards:
             for bucket in self.buckets:
                 closing.enter_context(self.opened(bucket))
             self.are_held = True
-            try:
-                yield
-            finally:
-                self.are_held = False
+            closing.callback(setattr, self, "are_held", False)
+            yield

@@ -57,8 +57,8 @@ def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, trai
     buckets = [[FakeGradients(SimpleNamespace(is_vision=is_vision), (chunk, place), training.is_overlapped, log)
               for place, is_vision in enumerate(training.buckets(chunk * training.num_stages + stage))]
              for chunk in range(training.num_chunks)]
-    models: list[Any] = [SimpleNamespace(gradient_buckets=of, params_with_grad=[], module=SimpleNamespace(journal=Journal()))
-                         for of in buckets]
+    chunk = SimpleNamespace(journal=Journal())
+    models: list[Any] = [SimpleNamespace(gradient_buckets=of, params_with_grad=[], module=chunk) for of in buckets]
     schedule, num_done = Zero2Schedule(models, training.num_stages), 0
 
     def reduced() -> Iterator[tuple[str, Any]]:
@@ -148,7 +148,8 @@ def test_ranks_agree_and_none_waits_for_ever(
     for stage in range(num_stages):
         logs = [found[replica, stage] for replica in range(len(replicas))]
         assert all(log == logs[0] for log in logs)
-        buckets = [is_vision for chunk in range(num_chunks) for is_vision in training.buckets(chunk * num_stages + stage)]
+        slots = range(stage, num_stages * num_chunks, num_stages)
+        buckets = [is_vision for slot in slots for is_vision in training.buckets(slot)]
         assert len(logs[0]) == sum(with_images if is_vision else num_passes for is_vision in buckets)
 
 
