@@ -150,7 +150,6 @@ class Device:
         torch.manual_seed(seed)
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of the generators that ``seed`` seeds."""
         _, words, _ = random.getstate()
         numpy_state: Any = np.random.get_state(legacy=False)  # typed as if it could be the old tuple
         key, position = numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]

@@ -162,15 +162,11 @@ class HostActivations:
 
     def __init__(self, device: Device) -> None:
         self.pages = HostPages(device)
-        self._device, self._side = device, device.runtime.side_stream()
+        self._device, self._side, self.torch_device = device, device.runtime.side_stream(), device.torch_device
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
         """Blocks that are being fetched, kept until the computing stream waits for it: if no tensor uses them any
         longer, the allocator would reuse them while they are written."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._device.torch_device
 
     @contextmanager
     def layer(

@@ -49,9 +49,7 @@ class Mesh:
     dp_rank: int
     dp_size: int
     context: Context
-    """How the ranks of the context axis divide a microbatch."""
     groups: ProcessGroupCollection
-    """megatron's groups, on the device's backend."""
     replica_group: dist.ProcessGroup
     """gloo, all ranks of this replica; its first rank is the data owner.  Used by the data thread alone."""
     owners_group: dist.ProcessGroup | None
@@ -73,7 +71,6 @@ class Mesh:
     gradient_group: dist.ProcessGroup
     """A second group of the pipeline's ranks: NCCL and HCCL run the messages of a group in order."""
     replica_owner: int
-    """Global rank of this replica's data owner."""
 
     @property
     def owns_data(self) -> bool:

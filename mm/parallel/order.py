@@ -20,10 +20,8 @@ Step = tuple[bool, ChunkPass]
 
 
 def group_size(num_microbatches: int, num_stages: int) -> int:
-    """How many microbatches run through a chunk before the next chunk starts: the fewest that megatron allows.
-
-    The last group is full, or has at least one microbatch for each stage.
-    """
+    """How many microbatches run through a chunk before the next one starts: the fewest that megatron allows.  The last
+    group is full, or has at least one microbatch for each stage."""
     assert num_microbatches >= num_stages, "checked with the settings"
     sizes = range(num_stages, num_microbatches + 1)
     return next(size for size in sizes if num_microbatches % size == 0 or num_microbatches % size >= num_stages)
@@ -41,7 +39,7 @@ def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> li
 
 
 def backward_order(forward: Sequence[ChunkPass]) -> list[ChunkPass]:
-    """The order of the backward steps: the same, with the chunks from last to first."""
+    """The same, with the chunks from last to first."""
     last = max(chunk for _, chunk in forward)
     return [(microbatch, last - chunk) for microbatch, chunk in forward]
 
@@ -120,20 +118,11 @@ Number = TypeVar("Number", float, np.ndarray)
 
 @dataclass(frozen=True)
 class SlotCost:
-    """The cost of one microbatch in one slot: seconds, FLOPs, or any other measure of time."""
+    """The cost of one microbatch in one slot, or of its messages across one boundary: seconds, FLOPs, or the like."""
 
     forward: float
     backward: float
     """0 if no gradient comes back; the stage does not wait for one then."""
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    """How long the messages of one microbatch across one boundary are on their way, measured as ``SlotCost``."""
-
-    forward: float
-    backward: float
-
 
 
 @dataclass(frozen=True)
@@ -147,24 +136,19 @@ class TimedStep:
     end: float
 
 
-def as_array(costs: Sequence[Sequence[SlotCost | MessageCost]]) -> np.ndarray:
+def as_array(costs: Sequence[Sequence[SlotCost]]) -> np.ndarray:
     """``costs[m][s]`` as float64 [2, num_microbatches, num_slots]: forward, backward."""
     return np.array([[[one.forward for one in row] for row in costs],
                      [[one.backward for one in row] for row in costs]]).reshape(2, len(costs), -1)
 
 
 def as_costs(costs: np.ndarray) -> list[list[SlotCost]]:
-    """The reverse of ``as_array`` for slots."""
+    """The reverse of ``as_array``."""
     return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
 
 
-def as_messages(costs: np.ndarray) -> list[list[MessageCost]]:
-    """The reverse of ``as_array`` for messages."""
-    return [[MessageCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
-
-
 def simulate(
-    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
+    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[SlotCost]] | None = None,
 ) -> list[list[TimedStep]]:  # fmt: skip
     """The timeline of each stage.  ``costs[m][s]`` is the cost of microbatch m in slot s; ``messages[m][s]`` that of
     its messages between slots s and s + 1, None if they take no time."""

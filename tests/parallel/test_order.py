@@ -1,5 +1,4 @@
-"""The order of the pipeline's steps is megatron's, all that it sends is received in time, and its simulated time is
-known."""
+"""The order of the pipeline's steps is megatron's, and its timeline follows closed forms and bounds."""
 
 from collections import Counter
 from itertools import pairwise
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from mm.device.device import Device
 from mm.parallel.order import (
-    MessageCost,
     SlotCost,
     Step,
     backward_order,
@@ -132,7 +130,7 @@ def test_chunks_divide_the_idle_time(num_stages, num_chunks, num_groups, seconds
 
 @given(num_stages=st.integers(2, 5), seconds=SECONDS, on_its_way=SECONDS)
 def test_a_microbatch_waits_for_all_its_messages(num_stages, seconds, on_its_way) -> None:
-    slots, messages = [SlotCost(seconds, 2 * seconds)] * num_stages, [MessageCost(on_its_way, on_its_way)] * num_stages
+    slots, messages = [SlotCost(seconds, 2 * seconds)] * num_stages, [SlotCost(on_its_way, on_its_way)] * num_stages
     timeline = simulate([slots], num_stages, [messages])
     assert max(stage[-1].end for stage in timeline) == pytest.approx(
         num_stages * 3 * seconds + 2 * (num_stages - 1) * on_its_way)
@@ -141,7 +139,7 @@ def test_a_microbatch_waits_for_all_its_messages(num_stages, seconds, on_its_way
 def test_messages_follow_one_another_on_a_link() -> None:
     """A frozen first stage is done at once; its messages arrive one after the other, and the second stage waits."""
     slots = [SlotCost(0.0, 0.0), SlotCost(1.0, 2.0)]
-    (_, last) = simulate([slots] * 4, 2, [[MessageCost(5.0, 0.0)]] * 4)
+    (_, last) = simulate([slots] * 4, 2, [[SlotCost(5.0, 0.0)]] * 4)
     assert [step.start for step in last if step.is_forward] == [5.0, 10.0, 15.0, 20.0]
     assert last[-1].end == 23.0
 
@@ -152,7 +150,7 @@ def test_free_messages_change_nothing(num_stages, num_chunks, num_microbatches) 
     num_slots = num_stages * num_chunks
     costs = [[SlotCost(1.0 + slot + microbatch / 7, 2.0 + slot) for slot in range(num_slots)]
              for microbatch in range(num_microbatches)]  # fmt: skip
-    free = [[MessageCost(0.0, 0.0)] * (num_slots - 1)] * num_microbatches
+    free = [[SlotCost(0.0, 0.0)] * (num_slots - 1)] * num_microbatches
     assert simulate(costs, num_stages, free) == simulate(costs, num_stages)
 
 

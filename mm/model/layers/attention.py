@@ -136,4 +136,3 @@ class AttentionInputs:
     caches: Mapping[str, LayerCache] | None = None
     """Each layer's keys and values, by its global number, during generation."""
     keys: RowKeys = NO_KEYS
-    """Keys of the rows, for the adapters' dropout."""

@@ -1,7 +1,7 @@
 """The word embedding, with the projector's visual tokens inserted in their places, wherever they were made."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,6 @@ class EmbeddingInputs:
     """int64 [num_tokens].  Visual tokens, which are overwritten, have spread-out ids: if thousands of gradients, even
     zeros, were added to one row, the additions would be serialised."""
     visual: "VisualRows | None"
-    """None without images."""
     sharded: ShardedRows | None = None
     """See ``AttentionInputs.sharded``."""
 
@@ -54,7 +53,9 @@ def embedding_inputs(
         return EmbeddingInputs(device.copy(token_ids), None, sharded)
     places = is_visual.nonzero().squeeze(1)
     visual = plan_visual_rows(microbatch, places, rows, context, sharded, tp_group, visual_gradients)
-    return EmbeddingInputs(device.copy(token_ids), visual.to_device(device.copy), sharded)
+    exchange = None if visual.exchange is None else visual.exchange.to_device(device.copy)
+    visual = replace(visual, index=device.copy(visual.index), exchange=exchange)
+    return EmbeddingInputs(device.copy(token_ids), visual, sharded)
 
 
 class WordEmbedding(nn.Module):
@@ -89,7 +90,6 @@ class VisualRows:
     sharded: ShardedRows | None = None
     """How sequence parallelism shards the visual tokens made here; None if they are not sharded, or none were made."""
     here: slice | None = None
-    """The visual tokens whose rows are in this rank's shard."""
     spread: ShardedRows | None = None
     """With whole encoders, where tensor-parallel ranks hold the same rows: the exchange gives each an even shard of the
     visual tokens, and then all gather them.  So no rank sends its tokens more than twice, even if it made them all."""
@@ -104,11 +104,6 @@ class VisualRows:
             # Each of these ranks has the whole gradient of all visual tokens, and returns only that of its shard.
             visual_tokens = gather_rows(visual_tokens, self.spread, sums_gradients=False)
         return visual_tokens if self.here is None else visual_tokens[self.here]
-
-    def to_device(self, copy: Callable[[Tensor], Tensor]) -> "VisualRows":
-        """``copy``: ``Device.copy``."""
-        exchange = None if self.exchange is None else self.exchange.to_device(copy)
-        return replace(self, index=copy(self.index), exchange=exchange)
 
 
 def plan_visual_rows(

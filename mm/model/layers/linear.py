@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     reduce_from_tensor_model_parallel_region,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from mm.device.kernels import Accumulate
 from mm.model.parallel.sharded_rows import ShardedRows, reduce_rows
@@ -78,8 +78,8 @@ def linear(
     return _Linear.apply(x, weight, bias, accumulate, gradient_group, sharded)
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """A linear layer whose outputs are sharded over tensor parallelism."""
+class _OwnArithmetic(nn.Module):
+    """What both layers add to megatron's."""
 
     weight: Any
     tp_group: dist.ProcessGroup
@@ -90,6 +90,10 @@ class ColumnLinear(ColumnParallelLinear):
         self.accumulate = accumulate
         self.adapters: tuple[Any, ...] = ()
         """``mm.model.layers.lora_linear.Adapter``, which stands above."""
+
+
+class ColumnLinear(_OwnArithmetic, ColumnParallelLinear):
+    """A linear layer whose outputs are sharded over tensor parallelism."""
 
     def forward(
         self, x: Tensor, sharded: ShardedRows | None = None, keys: Tensor | None = None
@@ -105,18 +109,8 @@ class ColumnLinear(ColumnParallelLinear):
         return y, self.bias
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(_OwnArithmetic, RowParallelLinear):
     """A linear layer whose inputs are sharded over tensor parallelism."""
-
-    weight: Any
-    tp_group: dist.ProcessGroup
-
-    def __init__(self, input_size: int, output_size: int, accumulate: Accumulate, **settings: Any) -> None:
-        """``settings``: megatron's."""
-        super().__init__(input_size, output_size, **settings)
-        self.accumulate = accumulate
-        self.adapters: tuple[Any, ...] = ()
-        """``mm.model.layers.lora_linear.Adapter``, which stands above."""
 
     def forward(
         self, x: Tensor, sharded: ShardedRows | None = None, keys: Tensor | None = None

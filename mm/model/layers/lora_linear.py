@@ -92,7 +92,6 @@ class Dropout:
     rows: Tensor
     """int64 [rows]: keys of the rows."""
     salt: int
-    """Seed of the layer."""
     first_column: int = 0
     """Index in the whole matrix of this rank's first column."""
 

@@ -31,7 +31,6 @@ class Residual(NamedTuple):
         return total if self.order is None else self.order(total)
 
     def ordered(self, order: Permutation) -> "Residual":
-        """The same rows in another order."""
         return self._replace(order=order) if self.order is None else Residual(self.total(), order=order)
 
 
@@ -39,7 +38,6 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm with statistics in fp32."""
 
     def __init__(self, weight: nn.Parameter, epsilon: float, kernels: Kernels) -> None:
-        """``weight``: [hidden]."""
         super().__init__()
         self.weight, self.epsilon = weight, epsilon
         self.kernel, self.fused = kernels.rms_norm, kernels.add_norm

@@ -25,9 +25,7 @@ class Exchange:
     send: Permutation
     """Puts the rows here in the order of their target ranks."""
     sent: tuple[int, ...]
-    """Rows for each rank."""
     received: tuple[int, ...]
-    """Rows from each rank."""
     receive: Permutation
     """Puts the received rows, which are in rank order, in the order needed here."""
 
@@ -172,7 +170,6 @@ class Ring:
         return _RingAttention.apply(q, k, v, self)
 
     def rows_at(self, number: int) -> int:
-        """Number of keys that this rank has at step ``number``."""
         return self.num_rows[(self.group.rank() - number) % len(self.num_rows)]
 
 

@@ -31,9 +31,8 @@ class Attempt:
     """One start of all ranks, as rank 0 has written it."""
 
     prefix: str
-    """Comes before each of its keys."""
+    """Of each of its keys."""
     host: str
-    """The host that rank 0 runs on."""
     facts: Mapping[str, str]
     """What rank 0 runs, and its settings."""
     num_restarts: str
@@ -57,10 +56,7 @@ class Rendezvous:
 
     @classmethod
     def of_launcher(cls, timeout_minutes: float) -> "Rendezvous":
-        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
-
-        Raises UserError if a variable is missing or wrong.
-        """
+        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port."""
         timeout, environment = timedelta(minutes=timeout_minutes), os.environ
         open_file_limit()  # rank 0 has a connection to each rank
         if "RANK" not in environment:

@@ -80,7 +80,6 @@ def run_forward(
 
 
 class _Forward:
-    """The forward passes of a step."""
 
     def __init__(
         self, models: Sequence[DistributedDataParallel], plan: StepPlan, steps: Sequence[Step],

@@ -103,7 +103,6 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 
 
 def _own_ranges(model: Any) -> Iterator[Tensor]:
-    """Flat ranges of ``model``'s reduced gradients that ``sum_over_tensor_ranks`` sums."""
     if isinstance(model, ShardedGradients):
         for bucket in model.gradient_buckets:
             start, stop = bucket.shard_range

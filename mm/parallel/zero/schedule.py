@@ -24,7 +24,6 @@ class RunningReduction:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.bucket: GradientBucket | None = None
-        """The bucket that is being reduced."""
 
     def start(self, bucket: GradientBucket, overwrites: bool) -> None:
         """Reduce what the buffers of ``bucket`` hold, zeros if it has none, once the reduction before has ended."""
@@ -37,7 +36,6 @@ class RunningReduction:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the reduction in progress, if any."""
         if self.bucket is not None:
             with self._journal.during(Work.REDUCTION):
                 self.bucket.finish_reducing()
@@ -59,7 +57,7 @@ class Zero2Schedule:
         self._now = self._last_begun = 0
         """As indices of ``_order``: the pass that runs, and the last one whose backward pass has begun on this rank."""
         self._waiting: list[GradientBucket] = []
-        """Units that the pass has still to reduce; the next one is last."""
+        """Buckets that the pass has still to reduce; the next one is last."""
         self._reduction = RunningReduction(self._journal)
         for chunk, model in enumerate(models):
             self._follow(chunk, model)
@@ -129,7 +127,6 @@ class Zero2Schedule:
         return self._has_images[microbatch] or not bucket.spec.is_vision
 
     def _reduce_waiting(self) -> None:
-        """Reduce what the pass has not reduced yet."""
         while self._waiting:
             self._reduction.start(self._waiting.pop(), self._overwrites)
 
@@ -156,7 +153,6 @@ class Use:
     has_backward: bool
     """Whether gradients flow through it: its own weights, or those of an earlier module, are trained."""
     is_read_backward: bool
-    """Whether its backward pass reads the weights."""
     is_reduced: bool
     """Whether the bucket's gradients are complete after its backward pass."""
 
@@ -261,7 +257,6 @@ class Zero3Schedule:
     """
 
     def __init__(self, model: ShardedGradients, journal: Journal, is_ahead: bool) -> None:
-        """``is_ahead``: see ``tasks_of``."""
         shards = model.weight_shards
         assert shards is not None, "the ranks keep shards of weights"
         self._model, self._shards, self._journal, self._is_ahead = model, shards, journal, is_ahead
@@ -274,7 +269,6 @@ class Zero3Schedule:
         self._images: tuple[Images, ...] = ()
         self._overwrites = self._is_forward_only = self._is_backward = False
         self._now = -1
-        """The microbatch."""
         self._open: WeightBucket | None = None
         """The bucket that was used last."""
         self._left: list[Task] = []

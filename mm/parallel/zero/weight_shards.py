@@ -152,7 +152,6 @@ class WeightBucket:
         self._is_new = True
 
     def weights_change(self) -> None:
-        """Call when the shards of any rank change."""
         assert not self.is_open and not self.is_arriving, "an open bucket would keep the weights of before"
         self._is_new = True
 
@@ -192,7 +191,6 @@ class WeightShards:
                              for spec, own in zip(self.specs, owned, strict=True) if own)
         self._bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.flat_of}
         self.are_held = False
-        """Whether ``all_opened`` is holding all buckets open."""
 
     def bucket_of(self, weight: Any) -> WeightBucket:
         return self._bucket_of[weight]
