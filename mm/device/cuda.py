@@ -54,7 +54,6 @@ def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: 
 
 
 def _sdpa_kv_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> int:
-    """Number of key/value heads after ``cuda_attention`` has repeated them."""
     return num_kv_heads if dtype in _HALVES else num_heads
 
 
@@ -187,7 +186,6 @@ def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
 def _known(
     label: str, names: str, tflops: float, memory_mib: int | None, reference: str, memory_gb: float, links: Links
 ) -> KnownDevice:
-    """``memory_gb``: memory bandwidth in GB/s."""
     memory_bytes = None if memory_mib is None else memory_mib * 2**20
     return KnownDevice(label, names, tflops * 1e12, memory_bytes, reference, memory_gb * 1e9, links)
 

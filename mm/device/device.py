@@ -131,7 +131,6 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As its driver reports it."""
         return self.runtime.name
 
     @property
@@ -162,7 +161,6 @@ class Device:
         return states if own is None else {**states, "device": own}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the states that ``random_states`` returned."""
         version, _, _ = random.getstate()
         random.setstate((version, tuple(states["python"].tolist()), None))
         *keys, position = states["numpy"].tolist()

@@ -43,7 +43,6 @@ class LogitKernels:
     sums: KernelFunction
     """``pointwise.logit_sums``, which also gives what to keep, or ``logit_sums_fusable``: the logits are kept."""
     gradient: KernelFunction
-    """Computes the logits' gradient from what was kept."""
     is_fused: bool
     """Whether the only tensors of the logits' shape are logits and their gradient, both in the logits' dtype."""
 
@@ -74,7 +73,6 @@ class Kernels:
     """(qkv, cos, sin, bias) -> rotated queries, rotated keys, values, as in ``pointwise``."""
     accumulate: Accumulate
     rounded_at_random: KernelFunction = pointwise.rounded_at_random
-    """As one kernel where kernel functions are compiled."""
     overwrites: bool = True
     """Whether ``accumulate`` can overwrite a buffer as cheaply as add to it, so that the buffer need not be zeroed
     first.  ATB's product can only add."""

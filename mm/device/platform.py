@@ -27,7 +27,6 @@ class Variable:
     others: tuple[str, ...] | None
     """Other values that a user may have set, in upper or lower case; None: any value is replaced."""
     reference: str
-    """Who asks for it."""
 
 
 def make_deterministic(
@@ -78,7 +77,6 @@ class KnownDevice:
     """One type of accelerator."""
 
     label: str
-    """Its name in reports."""
     names: str
     """A regular expression for the whole name that its driver reports, without "NVIDIA " in front."""
     peak_flops: float | None
@@ -86,7 +84,6 @@ class KnownDevice:
     memory_bytes: int | None
     """The whole memory: for NVIDIA's as nvidia-smi shows it, for others as the maker states it.  None: not found."""
     reference: str
-    """Where the peak is published."""
     memory_bandwidth: float
     """Bytes per second, read and written together, as published."""
     links: Links
@@ -163,9 +160,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def side_stream(self) -> SideStream:
-        """A new side stream."""
-        ...
+    def side_stream(self) -> SideStream: ...
 
     def record_event(self) -> Any:
         """Record this moment; on an accelerator, the moment when all work queued on the current stream is done."""
@@ -201,7 +196,6 @@ class Platform:
     name: str
     """Its name in ``torch.device`` and in ``--device``."""
     backend: str
-    """torch.distributed's backend for tensors on the device."""
 
     # Checks of the machine
 
@@ -224,7 +218,6 @@ class Platform:
     """Choose the device of this index for the process, and configure its libraries.  Raises UserError for a device that
     is too old."""
     shims: tuple[Shim, ...]
-    """Names to replace for megatron."""
     deterministic_variables: Mapping[str, Variable]
     """Environment variables that ``--deterministic-mode`` sets for its libraries."""
     switches: Callable[[], dict[str, bool]]

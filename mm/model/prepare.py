@@ -102,7 +102,6 @@ class ChunkInputs:
 
     @property
     def images(self) -> Images:
-        """What images do in the chunk's forward pass."""
         if self.vision is None:
             return Images.NONE
         return Images.PROJECTED | (Images.ENCODED if self.vision.features is None else Images.NONE)
@@ -115,7 +114,6 @@ class Preparation:
         self, model: ModelConfig, spec: StageSpec, mesh: Mesh, towers: Towers, device: Device, dtype: torch.dtype,
         loss_unit: LossUnit, shards_rows: bool,
     ) -> None:
-        """``shards_rows``: sequence parallelism is on."""
         self.context = mesh.context
         self.shard_group = mesh.groups.tp if shards_rows else None
         self.vision_shard_group = None if model.encodes_whole else self.shard_group

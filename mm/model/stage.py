@@ -39,7 +39,6 @@ class MadeFeatures:
     """ViT features of some images, to be stored."""
 
     images: tuple[tuple[str, int], ...]
-    """As ``ChunkInputs.to_keep``."""
     read: Callable[[], Tensor]
     """Gives [num_patches, hidden] on the host, image by image; waits for the device, in any thread."""
     num_bytes: int

@@ -78,9 +78,7 @@ class Record:
     state: State = "joined"
     place: str = "has not joined the others"
     seconds_left: float | None = None
-    """Until its time limit."""
     lateness: str = ""
-    """What to report when the limit has passed."""
     lost: str = ""
     """An error that another rank's death may have caused."""
     process: Identity = ("", 0, "")
@@ -113,7 +111,6 @@ class Judge:
         self._changed: dict[int, tuple[int, float]] = {}
         """By rank: its latest count, and when that was new."""
         self._since: dict[str, float] = {}
-        """When something was first seen."""
 
     def cause(self, records: Mapping[int, Record], now: float) -> Cause | None:
         for rank, record in records.items():
@@ -198,9 +195,7 @@ class Heartbeat:
         """This rank's time limit, and what to report when it has passed."""
         self.state: State = "joined"
         self.lost = ""
-        """See ``Record``."""
         self.attempt: Attempt | None = None
-        """Set once this rank has joined the others."""
         self.problem: UserError | None = None
         """Why it cannot join them."""
         self.joined, self.begun, self.finished, self.ordered = (threading.Event() for _ in range(4))
@@ -223,7 +218,6 @@ class Heartbeat:
         self._wake.set()
 
     def end_all(self, cause: Cause) -> None:
-        """End all ranks, because of this one."""
         self._cause = cause
         self._wake.set()
 
@@ -386,7 +380,6 @@ def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause 
 
 
 def _stacks() -> str:
-    """Stacks of all threads of this process but this one."""
     frames = sys._current_frames()
     return "".join(f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
                    for thread in threading.enumerate()

@@ -31,10 +31,8 @@ class Attempt:
     """One start of all ranks, as rank 0 has written it."""
 
     prefix: str
-    """Of each of its keys."""
     host: str
     facts: Mapping[str, str]
-    """What rank 0 runs, and its settings."""
     num_restarts: str
     """By the launcher of rank 0's node."""
     node: str
@@ -85,7 +83,6 @@ class Rendezvous:
         return cls(here.rank, here.num_ranks, open_store, neighbours, timeout)
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
-        """On rank 0: begin an attempt."""
         attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, _num_restarts(), node_id())
         keys = PrefixStore(attempt.prefix, store)
         for name in (END, OVER, *map(str, range(self.num_ranks))):

@@ -32,17 +32,14 @@ class Transfer:
     is_gradient: bool
     microbatch: int
     chunk: int
-    """Chunk on this rank."""
     boundary: int
     """The slot that receives activations over it, and sends gradients back."""
     peer: int
-    """Global rank."""
     peer_stage: int
     shape: tuple[int, int] | None
     samples: tuple[int, ...]
 
     def text(self, dtype: torch.dtype) -> str:
-        """One line for a report."""
         verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
         what = "gradient" if self.is_gradient else "activation"
         shape = "nothing" if self.shape is None else f"{list(self.shape)} {str(dtype).removeprefix('torch.')}"
@@ -70,7 +67,6 @@ class Batch:
         """Every message with its tensor, including those that carry nothing."""
         self.group = group
         self._receiving: dict[int, Arriving] = {}
-        """By index of the operation."""
 
     def send(self, due: Transfer, tensor: Tensor | None) -> None:
         self._add(due, None if tensor is None else tensor.contiguous())
@@ -135,7 +131,6 @@ class PipelineCommunicator:
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
         starts_ahead: bool = True,
     ) -> None:
-        """``starts_ahead``: see ``stage_receives``."""
         self._starts_ahead = starts_ahead
         self._stage, self._num_stages, self._num_chunks = mesh.pp_rank, mesh.pp_size, model.num_chunks
         self._activation_group, self._gradient_group = mesh.groups.pp, mesh.gradient_group
