@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measure import DEVICES, SIZES, Clock, shipped_model
 from benchmarks.records import OURS, Records, add_record_flags
-from mm.device.attention import Segments, by_stretch, sdpa
+from mm.device.attention import Segments, by_length, sdpa
 from mm.device.device import Device
-from mm.model.qwen2_5_vl.positions import plan_vision
+from mm.model.qwen2_5_vl.arithmetic import plan_vision
 from tests.workload import SAMPLE, TINY_SAMPLE, Sample, mixed_samples, num_tokens
 
 CEILING_SIDE, CEILING_COPY_BYTES = 8192, 4 << 30
@@ -139,7 +139,7 @@ def compare(
     found = forms(bench, segments, causal, is_grouped=heads != tower.num_query_groups, has_mask=has_mask)
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in segments.lengths)
     facts = {"shapes": [rows, heads, tower.num_query_groups, dim], "num_segments": len(segments.lengths),
-             "num_equal_runs": len(segments.stretches)}  # fmt: skip
+             "num_equal_runs": len(segments.equal_runs)}  # fmt: skip
     forward = {name: functools.partial(form, q, k, v) for name, form in found.items()}
     parts = {
         "forward": {name: torch.no_grad()(form) for name, form in forward.items()},
@@ -153,11 +153,11 @@ def compare(
 def forms(bench: Bench, segments: Segments, causal: bool, is_grouped: bool, has_mask: bool) -> dict[str, Attend]:
     """All forms by name.  "Repeated heads" gives each query head its own copy of keys and values."""
     attend = functools.partial(sdpa, causal=causal)
-    one_by_one = dataclasses.replace(segments, stretches=tuple((length, 1) for length in segments.lengths))
-    by_runs = functools.partial(by_stretch, segments=segments, attend=attend)
+    one_by_one = dataclasses.replace(segments, equal_runs=tuple((length, 1) for length in segments.lengths))
+    by_runs = functools.partial(by_length, segments=segments, attend=attend)
     varlen = functools.partial(variable_length, segments=segments, causal=causal)
     found: dict[str, Attend] = {
-        LOOP: functools.partial(by_stretch, segments=one_by_one, attend=attend),  # transformers' ViT does this
+        LOOP: functools.partial(by_length, segments=one_by_one, attend=attend),  # transformers' ViT does this
         "SDPA by length": by_runs,
         OURS: lambda q, k, v: bench.device.kernels.attention(q, k, v, segments, causal),
     }

@@ -154,7 +154,7 @@ def _torch_module(device: "Device") -> Any | None:
 
 
 class Clock:
-    """Times work by ``Device.mark``: on the device's own queue, or by the host's clock on a CPU."""
+    """Times work by ``Runtime.record_event``: on the device's own queue, or by the host's clock on a CPU."""
 
     def __init__(self, device: "Device", num_warmup: int = 3, seconds: float = 0.3) -> None:
         """``seconds``: about how long one piece of work is repeated."""
@@ -170,15 +170,15 @@ class Clock:
         work()
         device.runtime.synchronize()
         once = time.perf_counter() - start
-        marks: list[Any] = []
+        events: list[Any] = []
         cache = None if device.platform.name == "cpu" else torch.empty(CACHE_BYTES // 4, device=device.torch_device)
         for _ in range(max(MIN_REPEATS, min(MAX_REPEATS, int(self._seconds / once)))):
             if cache is not None:
                 cache.zero_()
-            marks.append(device.runtime.mark())
+            events.append(device.runtime.record_event())
             work()
-            marks.append(device.runtime.mark())
-        times = device.runtime.seconds_of(marks)
+            events.append(device.runtime.record_event())
+        times = device.runtime.seconds_of(events)
         return Timing.of([1000 * (end - begin) for begin, end in zip(times[::2], times[1::2], strict=True)])
 
 
@@ -188,20 +188,20 @@ class Phases:
     def __init__(self, device: "Device") -> None:
         self._device = device
         self._names: list[str] = []
-        self._marks: list[Any] = []
+        self._events: list[Any] = []
 
     def begin(self, name: str) -> None:
         self._names.append(name)
-        self._marks.append(self._device.runtime.mark())
+        self._events.append(self._device.runtime.record_event())
 
     def milliseconds(self) -> dict[str, float]:
         """The time of each part since the last call, by name; ends the current part, and waits for the device."""
-        times = self._device.runtime.seconds_of([*self._marks, self._device.runtime.mark()])
+        times = self._device.runtime.seconds_of([*self._events, self._device.runtime.record_event()])
         found = dict.fromkeys(self._names, 0.0)
         for name, begin, end in zip(self._names, times, times[1:], strict=False):
             found[name] += 1000 * (end - begin)
         self._names.clear()
-        self._marks.clear()
+        self._events.clear()
         return found
 
 
