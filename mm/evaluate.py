@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
-from mm.console import ongoing
-from mm.process import end_with_launcher, run_command, status_of
+from mm.console import loading, ongoing
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
 if TYPE_CHECKING:
     from mm.generation.session import Session
@@ -36,7 +36,8 @@ def _run(words: Sequence[str]) -> int:
 
 def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.session import opened
+    with loading(is_first_rank()):
+        from mm.generation.source import opened
 
     read: list[Items] = []  # on rank 0; the other ranks have no use for the questions
 
@@ -48,7 +49,7 @@ def evaluate(evaluating: Evaluating) -> int:
         return read[0].notes
 
     with opened(evaluating.asking, read_questions) as (session, phase):
-        from mm.generation.batches import answer_file
+        from mm.generation.answers import answer_file
         from mm.generation.prompts import Prompt
         from mm.parallel.agreement import on_first
         from mm.scoring.results import ANSWERS, check_settings

@@ -8,7 +8,7 @@ import pytest
 from mm import evaluate, generate, train
 from mm.doctor import rank as doctor_rank
 from mm.environment import Launched, launcher_problems
-from mm.plan import rank as planner_rank
+from mm.plan import commands as planner_rank
 from tests.files import EXAMPLES
 
 RIGHT = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost",

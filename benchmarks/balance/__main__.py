@@ -2,7 +2,7 @@
 
     python -m benchmarks.balance [--quick] [--output F]
 
-Nothing is trained: samples are arrays of lengths (``mm.plan.distributions``), a microbatch costs its FLOPs in the
+Nothing is trained: samples are arrays of lengths (``mm.plan.layouts``), a microbatch costs its FLOPs in the
 shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline
 of four stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample;
 packs hold at most 8,192 tokens.
@@ -26,7 +26,7 @@ from mm.data.sampler.cost import SampleSizes, in_order, pipeline_orders
 from mm.data.sampler.sample_stream import StepSamples, Stream
 from mm.data.sampler.sampler import SAMPLERS, BatchShares
 from mm.parallel.order import step_costs
-from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
+from mm.plan.layouts import DISTRIBUTIONS, SEQ_LENGTH, llava
 from mm.plan.lists import Lists
 from tests.files import table
 
@@ -37,7 +37,7 @@ LISTS = Lists(((32, 0, 0, 0),), ((6, 8, 8, 6),))
 """Layers of ViT and LLM of the simulated pipeline."""
 BALANCED_PACKS = "BalancedBatchSampler with packing"
 SETS = ("llava", "documents", "videos")
-"""Names of the compared ``mm.plan.distributions``."""
+"""Names of the compared ``mm.plan.layouts``."""
 Planned = Callable[[int], list[StepSamples]]
 """From the number of a step to the samples of each rank."""
 

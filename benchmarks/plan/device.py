@@ -31,7 +31,7 @@ from mm.cost.workload import Workload, counts_of, sample_counts
 from mm.data.sample import Lengths
 from mm.device.device import Device, known_device
 from mm.device.platform import KnownDevice
-from mm.plan.distributions import WINDOW
+from mm.plan.layouts import WINDOW
 from tests.meta.device import Tally
 from tests.meta.step import Case, trace
 from tests.workload import SAMPLE, SAMPLE_TOKENS, Sample, equal_samples, num_patches, num_targets, num_tokens

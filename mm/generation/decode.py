@@ -1,11 +1,7 @@
 """Answers token by token: the trainer's forward pass over the stages of a replica, with a cache of keys and values.
 
-All ranks of a replica call these functions together with the same prompts.  The stage with the output layer chooses
-each token and broadcasts it.
-
-The choice of the next token: pure functions of logits, earlier tokens, and random numbers from a seed.
-
-The rules and their order are transformers': the repetition penalty, then temperature, top-k and top-p.
+All ranks of a replica call ``Answerer.answer`` together with the same prompts.  The stage with the output layer chooses
+each token by transformers' rules, in their order (repetition penalty, temperature, top-k, top-p), and broadcasts it.
 """
 
 import hashlib
@@ -27,10 +23,7 @@ from mm.placement import StageSpec
 
 
 def drawn_number(seed: int, prompt: int, position: int) -> float:
-    """The random number in [0, 1) for token ``position`` of the answer to prompt ``prompt``.
-
-    It depends on nothing else: neither the layout nor the other prompts of the batch.
-    """
+    """The random number in [0, 1) for a token of an answer; it depends on neither the layout nor the other prompts."""
     digest = hashlib.blake2b(f"{seed} {prompt} {position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32
 
@@ -54,9 +47,8 @@ def probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 def next_tokens(logits: Tensor, decoding: Decoding, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Token ids, int64 [rows], on the device of ``logits``, float32 [rows, vocabulary], which may be penalized.
 
-    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  A random number picks the first token
-    at which the cumulative sum of the probabilities exceeds it.  The sum is taken on the host in float64, which some
-    devices do not have.
+    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  A random number picks the first token at
+    which the cumulative sum of probabilities exceeds it, summed in float64 on the host, because some devices have none.
     """
     if decoding.temperature == 0.0:
         return logits.argmax(dim=1)
@@ -136,11 +128,8 @@ class Answerer:
             logits = self._forward(_new_tokens(sequences), Places.of_new_tokens(lengths, self._device))
 
     def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
-        """One pass through all slots of the pipeline.
-
-        Returns the logits of the last row of each segment, float32 [segments, vocabulary], on the ranks that have the
-        output layer; None elsewhere.
-        """
+        """One pass through all slots of the pipeline: the logits of the last row of each segment, float32 [segments,
+        vocabulary], on the ranks that have the output layer; None elsewhere."""
         logits = None
         for spec in self._placement.slots:
             if spec.stage != self._mesh.pp_rank:
@@ -232,18 +221,12 @@ def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
 
 
 def _new_tokens(sequences: Sequence[_Sequence]) -> Microbatch:
-    """The newest token of each sequence as its own segment; advances the positions.
-
-    A sequence that has ended repeats its last token, and the result is ignored.
-    """
+    """The newest token of each sequence as its own segment; advances the positions.  A sequence that has ended repeats
+    its last token, and the result is ignored."""
     positions = torch.tensor([sequence.next_position for sequence in sequences])
     for sequence in sequences:
         sequence.next_position += 1
     return Microbatch(
-        token_ids=torch.tensor([sequence.answer.token_ids[-1] for sequence in sequences]),
-        labels=torch.full((len(sequences),), IGNORE_INDEX),
-        positions=positions.repeat(3, 1),
-        segment_lengths=(1,) * len(sequences),
-        image_grids=(),
-        pixel_values=None,
-    )
+        torch.tensor([sequence.answer.token_ids[-1] for sequence in sequences]),
+        torch.full((len(sequences),), IGNORE_INDEX), positions.repeat(3, 1), (1,) * len(sequences), image_grids=(),
+        pixel_values=None)

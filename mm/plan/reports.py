@@ -13,8 +13,8 @@ import numpy as np
 from mm.checkpoint.hf_config import differences
 from mm.config.run import Run
 from mm.cost.calibration import Calibration
-from mm.cost.model_states import stage_sizes
 from mm.cost.predict import Predictor, StepPrediction, mean_passes
+from mm.cost.stage_memory import stage_sizes
 from mm.cost.workload import Workload, counts_of
 from mm.errors import counted, refuse
 from mm.parallel.activity import Activity, Work

@@ -13,8 +13,7 @@ from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
-from mm.cost.model_states import offloaded
-from mm.cost.stage_memory import StageMemory
+from mm.cost.stage_memory import StageMemory, offloaded
 from mm.model.layers.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import stage_steps
 from tests.plan.test_dry_run import EXAMPLES, run_of

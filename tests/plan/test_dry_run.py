@@ -10,8 +10,16 @@ from mm.config.data import DataConfig
 from mm.config.layers import RecomputeConfig
 from mm.config.model import Rates, read_model
 from mm.config.run import Run
-from mm.cost.model_states import block_bytes, num_model_params, stage_sizes
-from mm.cost.stage_memory import TEXT, VISUAL, StageMemory, longest_microbatches, peaks
+from mm.cost.stage_memory import (
+    TEXT,
+    VISUAL,
+    StageMemory,
+    block_bytes,
+    longest_microbatches,
+    num_model_params,
+    peaks,
+    stage_sizes,
+)
 from mm.device.device import KNOWN_DEVICES
 from mm.plan.dry_run import stage_report
 from tests.files import EXAMPLES
@@ -191,7 +199,7 @@ def test_memory_of_each_stage():
 def test_the_peak_has_the_units_that_are_open_then(strategy: str):
     run = run_of("7b", [32], [28], 4, bf16=True, data_parallel_sharding_strategy=strategy)
     text = stage_report(run)
-    assert "a layer's work  open units " in text and "Open units: gradients, and weights" in text
+    assert "a layer's work  open buckets " in text and "Open buckets: gradients, and weights" in text
     for kind in longest_microbatches(run):
         (line,) = [line for line in text.splitlines() if line.split()[:2] == ["0", kind]]
         states, kept, ahead, *work, units, peak = map(float, line.split()[3:])

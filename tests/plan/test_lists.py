@@ -15,7 +15,7 @@ from mm.cost.workload import workload_of
 from mm.parallel.order import SlotCost, step_cost
 from mm.placement import PipelineLayout
 from mm.plan import lists
-from mm.plan.distributions import llava
+from mm.plan.layouts import llava
 from mm.plan.lists import LEAST_GAIN, Costs, Lists, best_lists, rate_lists
 from tests.plan.test_dry_run import run_of
 
