@@ -80,7 +80,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
     """The calibrated prediction of a step, and its measured time.  ``is_quick``: calibrate in one round."""
     from benchmarks.sides import Ours, random_tensors
     from mm.parallel.megatron import DTYPES
-    from mm.plan.measure import NUM_ROUNDS, ProbeSizes, measure
+    from mm.plan.measure import NUM_ROUNDS, measure
     from tests.microbatches import random_microbatch
 
     model, precision = case.model(), "fp32" if device.platform.name == "cpu" else "bf16"
@@ -88,7 +88,7 @@ def measured(case: Case, device: Device, is_quick: bool, num_warmup: int, num_st
              for seed in range(case.num_microbatches)]
     args = step_arguments("--use-distributed-optimizer", *([f"--{precision}"] if precision != "fp32" else []))
     began = time.perf_counter()
-    calibration = measure(device, args, model, [1], ProbeSizes(batch[0].num_tokens, batch[0].num_patches),
+    calibration = measure(device, args, model, [1], batch[0].num_tokens, batch[0].num_patches,
                           1 if is_quick else NUM_ROUNDS)
     calibrated = time.perf_counter() - began
     counts = counts_of([BatchTotals.of([one], model.vision) for one in batch])

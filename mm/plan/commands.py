@@ -117,10 +117,9 @@ def _measure(words: Sequence[str]) -> int:
     device = Device.pick(run.args.device, run.args.deterministic_mode)
     # megatron looks at the device while it is imported, so everything built on it comes after this
     from mm.parallel import mesh as parallel
-    from mm.plan.measure import ProbeSizes, measure
+    from mm.plan.measure import measure
 
-    sizes = ProbeSizes(num_tokens, num_patches)
-    found = measure(device, run.args, run.model, sorted({1, run.tp_size}), sizes)
+    found = measure(device, run.args, run.model, sorted({1, run.tp_size}), num_tokens, num_patches)
     if is_first_rank():
         found.write(output)
     parallel.stop()

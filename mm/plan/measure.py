@@ -1,12 +1,8 @@
-"""What ``mm-plan calibrate`` measures on each rank: whole layers, the update, messages and sums.
+"""What ``mm-plan calibrate`` measures on each rank: whole layers, the update, messages, sums and copies from the host.
 
 Layers run in chunks of the trainer, forward and backward, through megatron's DDP and into its gradient buffers.  A
 probe is a model of the run's widths on seven stages: three have layers alone, and the others one more kind of block
 each, whose time is what remains beside the layer.
-
-Times messages, sums and copies between the ranks of this job and their hosts.
-
-Microbatches of stated sizes for measurements: random tokens and pixels, of which only the sizes matter.
 """
 
 import math
@@ -15,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -67,19 +63,21 @@ def seconds_of(
     device: Device, mesh: Mesh, work: Callable[[], object] | None, num_repeats: int = _NUM_LINK_REPEATS
 ) -> float:
     """The median of ``num_repeats`` calls of ``work`` that all ranks begin together, after one that warms up; the mean
-    of the ranks, except those whose ``work`` is None."""
-    seconds: list[float] = []
-    for _ in range(num_repeats + 1):
-        dist.barrier()
-        device.runtime.synchronize()
-        marks = [device.runtime.mark()]
-        if work is not None:
-            work()
-        marks.append(device.runtime.mark())
-        device.runtime.synchronize()
-        began, ended = device.runtime.seconds_of(marks)
-        seconds.append(ended - began)
+    of the ranks whose ``work`` is not None."""
+    seconds = [_elapsed(device, [work or (lambda: None)])[0] for _ in range(num_repeats + 1)]
     return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
+
+
+def _elapsed(device: Device, parts: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each of ``parts``, which all ranks begin together."""
+    dist.barrier()
+    device.runtime.synchronize()
+    events = [device.runtime.mark()]
+    for part in parts:
+        part()
+        events.append(device.runtime.mark())
+    device.runtime.synchronize()
+    return [after - before for before, after in pairwise(device.runtime.seconds_of(events))]
 
 
 def mean_of_ranks(seconds: float | None, mesh: Mesh) -> float:
@@ -197,24 +195,13 @@ _SlotTimes = Mapping[int, tuple[float, float]]
 """Seconds of a slot forward and backward, by the number of the microbatch."""
 
 
-@dataclass(frozen=True)
-class ProbeSizes:
-    """The largest microbatch of the run that will be predicted."""
-
-    num_tokens: int
-    num_patches: int
-
-
 def measure(
-    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes,
+    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], num_tokens: int, num_patches: int,
     num_rounds: int = NUM_ROUNDS,
 ) -> Calibration:  # fmt: skip
-    """Measure everything; every rank of the job calls it and gets the same result.
-
-    Whole encoders have the laws of one tensor-parallel rank.
-    """
-    model = replace(model, encoder_placement="cut")
-    microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
+    """Measure everything up to a microbatch of this size; every rank of the job calls it and gets the same result."""
+    model = replace(model, encoder_placement="cut")  # whole encoders have the laws of one tensor-parallel rank
+    microbatches = [random_microbatch(model, samples) for samples in _samples(model, num_tokens, num_patches)]
     mesh = parallel.start(device, one_stage(model), tp_sizes[0])
     step, message, sums = _step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh)
     host_bytes, found = host_bytes_per_second(device, mesh), dict[BlockKey, MeasuredBlock]()
@@ -241,9 +228,9 @@ def variants(model: ModelConfig) -> Iterator[ModelConfig]:
     yield from dict.fromkeys((own, trained, passed))
 
 
-def _samples(model: ModelConfig, sizes: ProbeSizes) -> list[list[tuple[Sequence[Grid], int]]]:
+def _samples(model: ModelConfig, tokens: int, patches: int) -> list[list[tuple[Sequence[Grid], int]]]:
     """Microbatches from small to large, in one sample and in several, with many patches and with none."""
-    tokens, patches, merge = sizes.num_tokens, sizes.num_patches, model.vision.spatial_merge_size
+    merge = model.vision.spatial_merge_size
 
     def sample(share: int) -> tuple[Sequence[Grid], int]:
         """With one image, a little wider than high."""
@@ -255,10 +242,10 @@ def _samples(model: ModelConfig, sizes: ProbeSizes) -> list[list[tuple[Sequence[
 
 
 def law_and_error(rounds: Sequence[Mapping[int, float]], sizes: Mapping[int, tuple[int, int]]) -> tuple[Law, float]:
-    """The law of a block in one direction, and its relative error.
+    """The law of a block in one direction, and its relative error: the law's largest misfit and half the range of the
+    rounds (the median of the microbatches), as the root of their squares.
 
-    ``rounds``: seconds by microbatch; ``sizes``: the block's rows and pairs by microbatch.  The error is the root of
-    two squares: the law's largest misfit, and half the range of the rounds (the median of the microbatches).
+    ``rounds``: seconds by microbatch; ``sizes``: the block's rows and pairs by microbatch.
     """
     seconds = {number: [one[number] for one in rounds] for number in rounds[0]}
     usual = {number: middle for number, several in seconds.items() if (middle := median(several)) > 0}
@@ -333,23 +320,23 @@ class _Prober:
         self, model: ModelConfig, chunk: Chunk, wrapped: DistributedDataParallel, microbatch: Microbatch
     ) -> Iterator[tuple[float, float]]:
         """Seconds of forward and backward, again and again; the first warms up."""
-        device, totals = self.device, BatchTotals.of([microbatch], model.vision)
-        received = self._received(model, chunk, microbatch)
-        reduction.begin([wrapped], device.kernels.overwrites)
-        while True:
-            dist.barrier()
-            device.runtime.synchronize()
-            marks = [device.runtime.mark()]
+        totals, received = BatchTotals.of([microbatch], model.vision), self._received(model, chunk, microbatch)
+        outputs: list[Any] = []
+        reduction.begin([wrapped], self.device.kernels.overwrites)
+
+        def forward() -> None:
             inputs = chunk.prepare(microbatch, totals)
             x = None if received is None else received.detach().requires_grad_(received.requires_grad)
-            output: Any = wrapped(inputs, x)
-            marks.append(device.runtime.mark())
+            outputs.append(wrapped(inputs, x))
+
+        def backward() -> None:
+            output = outputs.pop()
             if output.requires_grad:
                 torch.autograd.backward(output, None if chunk.spec.has_head else torch.ones_like(output))
-            marks.append(device.runtime.mark())
-            device.runtime.synchronize()
-            began, middle, ended = device.runtime.seconds_of(marks)
-            yield middle - began, ended - middle
+
+        while True:
+            forward_seconds, backward_seconds = _elapsed(self.device, (forward, backward))
+            yield forward_seconds, backward_seconds
 
     def _received(self, model: ModelConfig, chunk: Chunk, microbatch: Microbatch) -> Tensor | None:
         shape = message_shape(chunk.spec.receives, microbatch, model, self.mesh.context)
@@ -362,8 +349,7 @@ class _Prober:
 
 
 def _step_law(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> Law:
-    """Seconds of the rest of a step besides its passes, by the trained parameters of one rank: clearing gradients,
-    their norm, and the update."""
+    """Seconds of a step besides its passes, by trained parameters of a rank: clearing gradients, norm and update."""
     times = []
     for count in _UPDATED_LAYERS:
         vision = replace(model.vision, num_layers=1, pipeline_num_layers=((1,),), fullatt_block_indexes=())
