@@ -59,14 +59,6 @@ def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
     assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
 
 
-def test_sequence_parallel_ranks_share_rows_too() -> None:
-    whole, half = (layer_bytes(model_3b().language, 11008, 2, 2, num_pieces) for num_pieces in (1, 2))
-    assert (whole.residuals, whole.norm_outputs, whole.input) == (2 * half.residuals, 2 * half.norm_outputs, 4096)
-    assert (half.attention, half.swiglu_input, half.input) == (whole.attention, whole.swiglu_input, 2048)
-    assert whole.gathered == 0 and half.gathered == 4096
-    assert half.kept(INPUT) * 2 == whole.kept(INPUT)
-
-
 @pytest.mark.parametrize(
     ("freeze", "recompute", "layers_kept"),
     [
@@ -97,13 +89,6 @@ def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
     kept = 5 * layer.kept(INPUT) + 13 * layer.kept(ALL) + 2 * 128 * 2
     assert stage.kept_bytes(TOKENS) == 100 * kept
     assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
-
-
-def test_a_frozen_prefix_keeps_nothing_but_needs_working_memory() -> None:
-    stage, _ = stages([32, 0], [0, 36], "vp")
-    assert stage.kept_bytes(PATCHES) == 0
-    layer = layer_bytes(stage.model.vision, 3424, 1, 2)
-    assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
 
 
 def test_microbatches_in_flight_under_1f1b() -> None:
@@ -152,20 +137,6 @@ def test_cached_vit_features_arrive_in_whole_rows() -> None:
     assert more(first) == 0
     assert more(second) == 400 * 1280 * 2 // 2
     assert more(alone) == 400 * (1280 - 1176) * 2
-
-
-def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
-    """Nothing of the ViT is cut, not even with sequence parallelism: a patch costs what it costs on one rank."""
-    alone = stages([16, 16, 0], [0, 0, 36])
-    whole = [dataclasses.replace(one, tp_size=2, num_pieces=2, model=dataclasses.replace(
-        one.model, encoder_placement="tensor_ranks")) for one in alone]
-    rows = MicrobatchSizes(0, 400, 0)
-    for one, other in zip(alone[:2], whole[:2], strict=True):
-        assert other.kept_bytes(rows) == one.kept_bytes(rows) > 0
-        assert other.coming_bytes(rows) == one.coming_bytes(rows)
-        assert other.working_bytes(rows) == one.working_bytes(rows)
-    text = MicrobatchSizes(400, 0, 0)
-    assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))
