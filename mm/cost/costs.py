@@ -297,10 +297,10 @@ def reduction_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageS
     ``num_passes``: microbatches of a replica in a step.  Sharded gradients are reduced in each one's backward pass,
     sharded weights are gathered in its forward and in its backward pass.
     """
-    of_encoders, most = 0.0, max(size.whole_gradient_bytes for size in sizes)
-    if run.tp_size > 1 and most:  # with sharded states, each rank sums its shard
-        of_encoders = all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
-    return _of_copies(run, calibration, sizes, num_passes) + of_encoders
+    found, most = _of_copies(run, calibration, sizes, num_passes), max(size.whole_gradient_bytes for size in sizes)
+    if run.tp_size > 1 and most:  # of whole encoders; with sharded states, each rank sums its shard
+        found += all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
+    return found
 
 
 def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mm.config.data import DataConfig
 from mm.config.generate import Asking
 from mm.config.model import ModelConfig
 from mm.data.encode.encoder import SampleEncoder
@@ -65,13 +64,8 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     return prompts, problems
 
 
-def prompt_encoder(media: DataConfig, model: ModelConfig) -> SampleEncoder:
-    """The encoder of prompts, which may take all positions of ``model``."""
-    return SampleEncoder.from_config(media, model, model.language.max_position_embeddings)
-
-
 def encoder_for_prompts(encoder: SampleEncoder, model: ModelConfig) -> SampleEncoder:
-    """``prompt_encoder`` for the settings of ``encoder``, an encoder of training samples, without reading its files."""
+    """``encoder``, of training samples, for prompts, which may take all positions of ``model``."""
     return replace(encoder, chat=replace(encoder.chat, seq_length=model.language.max_position_embeddings))
 
 

@@ -20,7 +20,7 @@ from mm.console import whole_number
 from mm.data.encode.encoder import SampleEncoder
 from mm.errors import UserError, nearest, refuse
 from mm.generation.decode import Answer, Answerer, TokenListener
-from mm.generation.prompts import Prompt, prompt_encoder
+from mm.generation.prompts import Prompt
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
@@ -42,7 +42,8 @@ def read_encoder(
     media: DataConfig, model: ModelConfig, mesh: Mesh, opened: SampleEncoder | None = None
 ) -> SampleEncoder | None:
     """The encoder of prompts, on ranks that own data; ``opened`` if this rank already has one."""
-    return together(mesh, lambda: opened or prompt_encoder(media, model) if mesh.owns_data else None)
+    return together(mesh, lambda: opened or SampleEncoder.from_config(
+        media, model, model.language.max_position_embeddings) if mesh.owns_data else None)
 
 
 def with_stop_tokens(

@@ -69,12 +69,12 @@ WITH_ADAPTERS = Case("adapters", "adapters", ((6, 2),), ((0, 4),), 2, has_all=Fa
 class Recording(Answerer):
     """Records the logits from which each token is chosen, on the ranks that choose."""
 
-    def _chosen(self, logits, slots):
+    def _chosen(self, logits, answers):
         if logits is not None:
-            for row, slot in zip(logits, slots, strict=True):
-                if slot.answer.ended is None:
-                    self.rows.setdefault(f"{slot.answer.prompt}", []).append(row)
-        return super()._chosen(logits, slots)
+            for row, answer in zip(logits, answers, strict=True):
+                if answer.ended is None:
+                    self.rows.setdefault(f"{answer.prompt}", []).append(row)
+        return super()._chosen(logits, answers)
 
 
 def open_session(root: Path, case: Case, *more: str) -> Session:
