@@ -78,23 +78,16 @@ def _settings(evaluating: Evaluating, session: "Session") -> dict[str, Any]:
 
 def _finish(evaluating: Evaluating, items: "Items", settings: dict[str, Any]) -> None:
     """Write scores, page and files, and print the scores."""
+    from mm.scoring import results
     from mm.scoring.questions import title_of
-    from mm.scoring.results import (
-        ANSWERS,
-        read_answers,
-        report,
-        results_page,
-        write_peer_files,
-        write_results,
-        write_text,
-    )
 
     folder = Path(evaluating.output)
-    found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))
-    write_text(folder / PAGE, results_page(scores, settings, found))
+    answers = results.read_answers(folder / results.ANSWERS)
+    found, scores = results.write_results(folder, items, title_of(evaluating), answers)
+    results.write_text(folder / PAGE, results.results_page(scores, settings, found))
     if evaluating.peer_model is not None:
-        write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
-    print(report(scores).text(), flush=True)
+        results.write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
+    print(results.report(scores).text(), flush=True)
 
 
 if __name__ == "__main__":

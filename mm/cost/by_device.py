@@ -1,5 +1,7 @@
-"""Calibrations without measurements, which compare layouts on one device: by its published peaks and bandwidths, times
-usual efficiencies (estimates, with the wide interval of ``ASSUMED_ERROR``), and by FLOPs alone (ratios)."""
+"""Calibrations without measurements: by a device's published figures times usual efficiencies, and by FLOPs alone.
+
+They compare layouts on one device: times by published figures are estimates, those by FLOPs only ratios.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -89,8 +91,7 @@ def _blocks(model: ModelConfig, cutting: Cutting) -> Iterator[tuple[BlockPlace, 
 
 
 def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
-    """Additional traffic of the update, in bytes per trained parameter, for states in 16 bits; less if stochastic
-    rounding is compiled to one kernel."""
+    """Additional traffic of the update, in bytes per trained parameter, for states in 16 bits."""
     found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(args, f"{name}_dtype") != "fp32")
     num_rounded = (args.exp_avg_sq_dtype != "fp32") + (args.kept_copy == "none")
     return found + COPY_TRAFFIC_BYTES[args.kept_copy] + (0 if is_compiled else EAGER_ROUNDING_BYTES * num_rounded)

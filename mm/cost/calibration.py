@@ -1,5 +1,4 @@
-"""How long the parts of a step take on a device: laws, which are seconds linear in rows and pairs, and the calibration
-file that holds them.
+"""The calibration file: laws of how long the parts of a step take on a device, linear in rows and pairs.
 
 ``mm.plan.measure`` measures one; ``mm.cost.by_device`` computes one from published figures.
 """
@@ -57,8 +56,7 @@ class Timed:
 
 
 def fitted(times: Sequence[Timed]) -> Law:
-    """The law with the least sum of squared relative errors among those without a negative coefficient: the best of
-    every subset of coefficients.  ``times``: not empty, all positive."""
+    """The law without a negative coefficient that has the least sum of squared relative errors, exactly."""
     terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / np.array([[one.seconds] for one in times])
     best, least = np.zeros(3), np.inf
     for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
@@ -194,8 +192,7 @@ def settings_of(args: Arguments) -> dict[str, str]:
 
 
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
-    """The calibration in ``path``, refused unless it fits the device, versions, precision and optimizer states of the
-    run; with ``accepts``, notes are printed instead."""
+    """The calibration in ``path``; differences from the run are refused, or with ``accepts`` noted."""
     found = read_calibration(path)
     differences, now = list(_differences(found, run)), software()[CODE]
     if differences and not accepts:

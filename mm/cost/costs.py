@@ -64,8 +64,7 @@ def _matrices(model: ModelConfig, tp_size: int) -> Mapping[BlockPlace, tuple[tup
 
 
 def _recomputed(model: ModelConfig) -> Mapping[BlockPlace, str]:
-    """``BlockKey.recompute`` of each layer; layers that keep everything are left out.  The scores of attention, which
-    are never kept, do not count."""
+    """``BlockKey.recompute`` of each layer that does not keep everything; attention's scores never count."""
     found: dict[BlockPlace, str] = {}
     for spec in model.placement().slots:
         for place, tower, layers, _ in _stacks(model, spec):
@@ -154,8 +153,7 @@ class BlockCosts:
         return min(without, with_images), with_images
 
     def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """``of_slots`` in both directions over ``sizes`` consecutive microbatches: [num_groups, num_slots,
-        num_placements]."""
+        """Sums of both directions over ``sizes`` consecutive microbatches: [num_groups, num_slots, num_placements]."""
         of_groups = np.add.reduceat(self.of_blocks(counts).sum(axis=0), np.cumsum(sizes) - sizes, axis=0)
         return np.tensordot(of_groups, slots, 1)
 
@@ -225,8 +223,7 @@ and the devices of a node share the host's memory."""
 
 
 def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces: int) -> Mapping[BlockPlace, int]:
-    """Bytes per row that each offloaded layer sends to host memory and fetches back.  ``num_pieces``: as in
-    ``ChunkMemory``."""
+    """Bytes per row that each offloaded layer sends to host memory and fetches back."""
     found = dict[BlockPlace, int]()
     if not model.offloads_activations:
         return found
@@ -239,8 +236,7 @@ def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces
 
 
 def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
-    """Layers whose backward pass waits for their own activations: those of a chunk's last layer, if it is offloaded, do
-    not come back during the backward pass of a next one."""
+    """Layers whose own activations come back only when they are needed: the last of a chunk, if offloaded."""
     return frozenset(
         (place, layer) for spec in model.placement().slots
         for place, tower, layers, is_before_head in _stacks(model, spec)
@@ -261,8 +257,10 @@ def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is
 
 
 def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) -> Law:
-    """The law of a sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.  Between nodes, those on a node
-    divide the bytes over their network adapters, while a ring within the node moves them to all."""
+    """The law of a sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.
+
+    Between nodes, the ranks on one divide the bytes over their network adapters, while a ring within it moves all.
+    """
     network = calibration.network
     if network is None or num_ranks * stride <= network.node_size:
         return _within_node(calibration, num_ranks)

@@ -44,8 +44,7 @@ ALL = Keeps(False, 2, 2, True, True, True)
 
 
 def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
-    """For the base weights among ``weights``, in model order: whether each or an adapter of it is trained; the indices
-    of linear layers' matrices; and for each of these the sum of its adapters' ranks."""
+    """Whether each base weight or its adapter is trained, the indices of linear layers, and their adapters' ranks."""
     base_weights = [weight for weight in weights if not weight.is_adapter]
     ranks = dict.fromkeys((weight.name for weight in base_weights), 0)
     for base, a, _ in matrix_pairs(weights):
@@ -176,8 +175,7 @@ def layer_memories(
 def kept_by_layers(
     tower: Tower, layers: range, known: Sequence[tuple[LayerBytes, Keeps]], *, is_before_head: bool
 ) -> Iterator[tuple[int, LayerBytes, Keeps, bool]]:
-    """For each of one chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded.
-    ``known``: the ``layer_memories`` of the tower."""
+    """For each of a chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded."""
     whole, offloaded = tower.recompute.whole_layers(layers), tower.offload.layers(layers, is_before_head=is_before_head)
     for layer in layers:
         sizes, keeps = known[layer]

@@ -111,24 +111,24 @@ class ChunkMemory:
         return self.model.encoder_batch_microbatches if self.spec.has_whole_vit else 1
 
     def kept_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
-        """Bytes that ``count`` consecutive microbatches of a step with ``num_microbatches`` keep from their forward to
-        their backward passes, without logits."""
+        """Bytes that ``count`` of a step's microbatches keep for their backward passes, without logits."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
         per_token = self._language_per_token + (0 if rows.num_patches else self._text_input_per_token)
         others = per_token * rows.num_tokens + self._head_per_target * rows.num_targets
         return self._vision_per_patch * num_patches + others * count
 
     def _num_encoded(self, count: int, num_microbatches: int) -> int:
-        """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight.  If four
-        share a pass of the ViT, two in flight may belong to two passes, so eight are kept."""
+        """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight.
+
+        If four share a pass of the ViT, two in flight may belong to two passes, so eight are kept.
+        """
         size = self.encoder_batch_size
         if size == 1 or not count:
             return count
         return min(size * (1 - (1 - count) // size), num_microbatches)
 
     def coming_bytes(self, rows: MicrobatchSizes, num_microbatches: int | None = None) -> int:
-        """Bytes already allocated for the next microbatch: its inputs and the buffer for its message.
-        ``num_microbatches``: those of the step; None stands for many."""
+        """Bytes allocated for the next of ``num_microbatches`` (None: many): its inputs, and its message's buffer."""
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
@@ -149,8 +149,7 @@ class ChunkMemory:
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, as on NPUs.  CUDA's kernels
-        need less for few rows, and as much for many (``max_logit_rows``)."""
+        """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, the most of any device."""
         if self.width == FP32:  # logits and their gradient
             return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
@@ -215,8 +214,7 @@ class ChunkMemory:
 
     @cached_property
     def embedding(self) -> Elements:
-        """The word embedding; none trained if the slot has the head, whose gradients are as large and exist while there
-        are more activations."""
+        """The word embedding; none trained beside the head, whose gradients are as large and exist with more."""
         found = self._elements(self._of(Place.EMBEDDING))
         return Elements(found.total, 0) if self.spec.has_head else found
 
@@ -277,8 +275,7 @@ class ChunkMemory:
 
     @cached_property
     def _copies_patches(self) -> bool:
-        """Whether the first layer has full attention and keeps a reordered copy of the received message, which waits
-        for its gradient.  Not if rows are cut: they are reordered while they are gathered."""
+        """Whether a first layer with full attention keeps a reordered copy beside the received message."""
         spec, vision = self.spec, self.model.vision
         return (spec.receives is Message.PATCHES and bool(spec.vision_layers) and self._vision_division[1] == 1
                 and spec.vision_layers[0] in vision.fullatt_block_indexes
@@ -325,8 +322,7 @@ class ChunkMemory:
 
     @cached_property
     def _text_input_per_token(self) -> int:
-        """Bytes per token of the first layer's input that stay on the device without images: it has no gradient if only
-        images lead to a trained weight before it."""
+        """Bytes per token of the first layer's input that stay on the device without images, having no gradient."""
         if not self.spec.has_embedding or not all(is_frozen(one, self.model) for one in self._of(Place.EMBEDDING)):
             return 0
         first = self._language_layers[0]

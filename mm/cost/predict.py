@@ -52,8 +52,7 @@ class StepPrediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of nine of ten steps, from the error of the laws and the spread of the data; its ends lie the
-        same factor below and above the prediction."""
+        """The interval of nine of ten steps, from the error of the laws and the spread of the data."""
         factor = math.exp(_NINE_OF_TEN * math.hypot(self.spread / self.seconds, self.error))
         return self.seconds / factor, self.seconds * factor
 
@@ -108,7 +107,9 @@ class Predictor:
 
     def pipelines(self, workload: Workload, placements: Sequence[Placement], is_rough: bool = False) -> Pipelines:
         """The slowest replica's pipeline of each step, among the ``NUM_SIMULATED`` replicas with most work.
-        ``is_rough``: all placements get the microbatches in the order of the first one, which is quicker."""
+
+        ``is_rough``: all placements get the microbatches in the order of the first one, which is quicker.
+        """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         rows = []
         for step in workload.steps:
@@ -165,8 +166,7 @@ class Predictor:
         return self._seconds_of_samples
 
     def about(self, workload: Workload, placement: Placement) -> float:
-        """An estimate of the mean pipeline: the busiest stage, and the costliest microbatch's way to the end and back.
-        """
+        """A quick estimate of the mean pipeline: the busiest stage, and the costliest microbatch's way through."""
         found = []
         for step, stages in zip(workload.steps, self._work(workload, [placement]), strict=True):
             busiest = int(stages.max(axis=(1, 2)).argmax())
@@ -180,8 +180,7 @@ class Predictor:
         return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements, is_bound=True)], axis=0)
 
     def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-        """The time of each ViT and each LLM layer over all steps, with the blocks placed beside the first and the last.
-        """
+        """The time of each ViT and LLM layer over all steps; the first and the last include the blocks beside them."""
         counts = self.shared(np.concatenate([one for step in workload.steps for one in step]))
         of_blocks = dict(zip(self.costs.places, self.costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
         vision, language = (np.array([seconds for (place, _), seconds in of_blocks.items() if place is wanted])
@@ -240,15 +239,19 @@ class Predictor:
         return in_order(self.costs.of_slots(here, slots), order), in_order(messages, order)
 
     def _of_slots(self, counts: np.ndarray, placement: Placement, slots: np.ndarray) -> np.ndarray:
-        """Costs [2, num_microbatches, num_slots] of microbatches in their order, some of which share a pass of the ViT:
-        one whose work is in another pass takes no time, but still waits for its gradient."""
+        """Costs [2, num_microbatches, num_slots] in their order of microbatches that share passes of the ViT.
+
+        One whose work is in another pass takes no time, but still waits for its gradient.
+        """
         is_passed = np.tensordot(self.costs.of_blocks(self.shared(counts)), slots, 1) > 0
         found = np.tensordot(self.of_blocks(counts, placement), slots, 1)
         return np.where(is_passed, np.maximum(found, np.finfo(float).tiny), 0.0)
 
     def of_blocks(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
-        """Costs [2, num_microbatches, num_blocks] of microbatches in their order.  A shared pass of the ViT is in the
-        forward pass of its first microbatch and the backward pass of its last."""
+        """Costs [2, num_microbatches, num_blocks] of microbatches in their order.
+
+        A shared pass of the ViT is in the forward pass of its first microbatch and the backward pass of its last.
+        """
         found = self.costs.of_blocks(self.shared(counts))
         size = self.run.model.encoder_batch_microbatches
         if size == 1 or not placement.has_whole_vit:

@@ -7,7 +7,6 @@ from functools import cache, reduce
 from operator import add, le
 
 from mm.config.args import Arguments
-from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.cost.layer_memory import FP32, WIDTHS, params_by_place, params_of
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
@@ -35,8 +34,7 @@ def state_widths(args: Arguments) -> tuple[int, int]:
 
 
 def offloaded(sizes: Sequence[int], share: float) -> list[int]:
-    """Indices, in order, of the weights whose states are in host memory, given the ``sizes`` of all in elements: the
-    largest first, each if it still fits into ``share`` of all elements."""
+    """Indices of the weights with states in host memory: the largest first that fit into ``share`` of all elements."""
     left, chosen = round(share * sum(sizes)), list[int]()
     for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
         if sizes[index] <= left:
@@ -146,8 +144,10 @@ def gathered_params(run: Run) -> list[int]:
 
 
 def block_bytes(run: Run, size: StageSize) -> int:
-    """Bytes that the update needs for one block of states in 16 bits or in host memory: the block's states in fp32, and
-    temporaries of rounding or splitting one of them.  Of states in host memory, two blocks are on the device at a time.
+    """Bytes that the update needs for one block of states in 16 bits or in host memory.
+
+    These are the block's states in fp32, and temporaries of rounding or splitting one of them.  Of states in host
+    memory, two blocks are on the device at a time.
     """
     first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
     copy = run.args.kept_copy
@@ -159,8 +159,7 @@ def block_bytes(run: Run, size: StageSize) -> int:
 
 
 def build_bytes(run: Run, size: StageSize) -> int:
-    """Bytes that a stage needs while it is built: before there are optimizer states, megatron's distributed optimizer
-    copies the trained weights into one buffer beside the gradients."""
+    """Bytes that a stage needs while it is built: megatron's distributed optimizer copies the trained weights."""
     is_copied = run.args.splits_optimizer and not run.shards_gradients
     copied = size.num_trainable_params * WIDTHS[run.args.precision] if is_copied else 0
     return size.weight_bytes + size.gradient_bytes + copied
@@ -168,8 +167,7 @@ def build_bytes(run: Run, size: StageSize) -> int:
 
 @dataclass(frozen=True)
 class BucketBuffers:
-    """Widths and numbers of sharded buckets that are whole at a time: of gradients while they are filled and reduced,
-    of weights while they are used."""
+    """Sharded gradients and weights that are whole at a time: widths in bytes, and numbers of layers."""
 
     width: int
     """Bytes of one gradient."""
@@ -196,14 +194,6 @@ class StageMemory:
     """One rank's memory besides its states, over all of its chunks."""
 
     chunks: tuple[ChunkMemory, ...]
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        num_pieces: int = 1, ulysses_size: int = 1, keeps_features: bool = False,
-    ) -> "StageMemory":  # fmt: skip
-        return cls(tuple(ChunkMemory(model, placement, placement[stage, chunk], tp_size, precision, num_pieces,
-                                     ulysses_size, keeps_features) for chunk in range(placement.num_chunks)))
 
     def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
@@ -263,8 +253,7 @@ class StageMemory:
     def peak_bytes(
         self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: BucketBuffers | None = None
     ) -> int:
-        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer.
-        ``buffers``: if the states hold only shards of the gradients."""
+        """Peak: states, microbatches in flight, messages sent ahead, and logits, a running layer or buckets."""
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + sum(self.working_parts(rows, buffers))
 
@@ -276,8 +265,11 @@ class StageMemory:
 
 
 def _at_a_layer(chunk: ChunkMemory, num_layers: int) -> int:
-    """Elements whose gradients exist during the backward pass of a layer: its own, and with overlapped reduction those
-    of the bucket before, which may be the output layer.  A tied output layer keeps its gradients until the end."""
+    """Elements whose gradients exist during the backward pass of a layer.
+
+    With overlapped reduction, those of the bucket before are among them, which may be the output layer.  A tied output
+    layer keeps its gradients until the end.
+    """
     if chunk.shares_embedding:
         return chunk.layer.trained * num_layers + chunk.head.trained
     return chunk.layer.trained + max(chunk.layer.trained, chunk.head.trained) * (num_layers - 1)

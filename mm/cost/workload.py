@@ -84,8 +84,7 @@ def image_kinds(counts: np.ndarray) -> np.ndarray:
 
 
 def per_rank(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
-    """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
-    the same size over ``num_encoders``."""
+    """The costliest share of each microbatch: tokens divided evenly, and whole images of about the same size."""
     if num_encoders == 1:
         return counts
     images = counts[:, COUNTS.index("num_images")]
@@ -102,8 +101,10 @@ def mean_per_rank(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.n
 
 
 def message_bytes(message: Message, num_patches: Rows, num_tokens: Rows, model: ModelConfig, width: int) -> Rows:
-    """Bytes that cross a boundary for one microbatch, of all tensor-parallel ranks together if they cut the rows; the
-    counts are numbers, or arrays with an entry for each microbatch.  ``width``: bytes per element."""
+    """Bytes that cross a boundary for one microbatch, of all tensor-parallel ranks together if they cut the rows.
+
+    ``width``: bytes per element.
+    """
     vision, language = model.vision, model.language
     return {
         Message.NOTHING: 0 * num_tokens,

@@ -78,8 +78,7 @@ Batches = list[tuple[Prompt, ...]]
 
 
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Indices of the prompts of each batch: prompts of similar ``lengths`` together, the longest first, so that a lack
-    of memory shows at once."""
+    """Indices of the prompts of each batch, of similar ``lengths``; the longest first, to run out of memory at once."""
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 

@@ -120,8 +120,7 @@ class Answerer:
             logits = self._forward(_new_tokens(going_on), Places.of_new_tokens(lengths, self._device))
 
     def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
-        """One pass through all slots of the pipeline: the logits of the last row of each segment, float32 [segments,
-        vocabulary], on the ranks that have the output layer; None elsewhere."""
+        """One pass through all slots: logits of the last row of each segment where the output layer is, else None."""
         logits = None
         for spec in self._placement.slots:
             if spec.stage != self._mesh.pp_rank:
@@ -212,8 +211,7 @@ def _begun(prompts: Microbatch, numbers: Sequence[int]) -> list[Answer]:
 
 
 def _new_tokens(answers: Sequence[Answer]) -> Microbatch:
-    """The newest token of each sequence as its own segment; advances the positions.  A sequence that has ended repeats
-    its last token, and the result is ignored."""
+    """The newest token of each sequence as its own segment (an ended one's is ignored); advances the positions."""
     positions = torch.tensor([answer.next_position for answer in answers])
     for answer in answers:
         answer.next_position += 1

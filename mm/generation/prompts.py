@@ -106,8 +106,7 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
 
 
 def prompt_of(asking: Asking) -> Sample:
-    """The prompt of the flags; without ``--prompt`` the text of the inference JSON, and its media without media flags.
-    """
+    """The prompt of the flags; without ``--prompt`` that of the inference JSON, whose media the flags replace."""
     args, inference = asking.args, asking.inference
     text, images, videos = args.prompt or "", args.image, args.video
     media_last = False

@@ -101,8 +101,7 @@ class Session:
     def respond(
         self, prompts: Sequence[Prompt], listen: TokenListener | None = None
     ) -> tuple[list[Response], tuple[str, ...]]:
-        """Answer ``prompts``, which the owner has, as one batch: the answers, on the owner, shortest prompt first, and
-        the problems of prompts without answer."""
+        """Answer ``prompts`` as one batch: on the owner, the answers, shortest prompt first; and problems of others."""
         batch, numbers, problems = self._shared(prompts)
         if batch is None:
             return [], problems

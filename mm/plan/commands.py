@@ -1,5 +1,4 @@
-"""The commands of ``mm-plan``, each a function of its flags in ``mm.plan.flags`` and of the run; as a program, one rank
-of ``mm-plan calibrate``."""
+"""The commands of ``mm-plan``, each a function of its flags and of the run; as a program, one rank of ``calibrate``."""
 
 import os
 import subprocess
@@ -50,8 +49,7 @@ def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
-    """The tokens of the largest microbatch in some steps, and the patches of the largest pass of the ViT; without data,
-    the most that the flags allow."""
+    """The most tokens of a microbatch and patches of a pass of the ViT in some steps; without data, the flags' most."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
     try:
@@ -103,8 +101,7 @@ def run(flags: object, training: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of ``mm-plan calibrate``, with FILE TOKENS PATCHES FLAGS: measure microbatches of up to TOKENS and
-    PATCHES; rank 0 writes FILE.  Returns the exit status."""
+    """One rank of ``mm-plan calibrate``: FILE TOKENS PATCHES FLAGS; rank 0 writes FILE.  Returns the exit status."""
     end_with_launcher()
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: status_of(lambda: _measure(words)), lambda: "nothing was written", is_rank=True)

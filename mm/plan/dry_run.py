@@ -1,5 +1,4 @@
-"""The report of a dry run: what each stage holds, what crosses each boundary, the peak memory by ``mm.cost``, and the
-cheapest flags with which the run fits devices that are too small for it.  Nothing is measured.
+"""The report of a dry run: contents, boundaries and peak memory of the stages, and the cheapest flags that would fit.
 
 The order of these flags is a preference, not measured: exact and nearly free ones first, then those that take time or
 round.  Layouts stay as they are; ``mm-plan`` searches for others.
@@ -127,8 +126,10 @@ CHANGES = (
 
 
 def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
-    """For each of ``memories`` (bytes) that is too small for ``run``, largest first, the cheapest changes with which it
-    fits.  Nearly equal memories get one answer, for the smallest of them."""
+    """The cheapest changes with which ``run`` fits each of ``memories`` (bytes) that is too small, largest first.
+
+    Nearly equal memories get one answer, for the smallest of them.
+    """
     @cache
     def peak(changes: int) -> float:
         one = changed(run, changes)

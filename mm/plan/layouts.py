@@ -1,5 +1,4 @@
-"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data or on lengths drawn
-like those of published datasets; writes it to files that the trainer and its scripts read."""
+"""``mm-plan`` without a command: which layout trains a run fastest, on its data or on lengths like published ones."""
 
 import copy
 import json
@@ -53,8 +52,7 @@ _SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
 
 
 def write_layout(folder: Path, best: Planned, given: Run) -> str:
-    """Write model.json and data.json, which are those of ``given`` but for the layout, and layout.sh into ``folder``;
-    returns instructions for using them."""
+    """Write ``given``'s JSON files with the best layout, and layout.sh, into ``folder``; returns how to use them."""
     run, folder = best.run, folder.absolute()
     if run.global_batch_size % (run.args.micro_batch_size * run.dp_size):
         raise UserError(f"--write: the training scripts need {run.global_batch_size} samples per step to be a multiple "

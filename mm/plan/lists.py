@@ -239,8 +239,7 @@ class RatedLists:
 def rate_lists(
     run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None
 ) -> tuple[RatedLists, RatedLists, float]:
-    """The lists of ``run`` and the best found, which may be the same; and the mean pipeline with equal stages and
-    microbatches."""
+    """The lists of ``run``, the best found (maybe the same), and the mean pipeline of equal stages and microbatches."""
     present, memory = Lists.of(run.model), PeakMemory(run)
     searched = Workload(workload.steps[:_NUM_SEARCHED])
     with ongoing("searching for better lists"):

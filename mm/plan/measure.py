@@ -62,8 +62,7 @@ _COPIED_BYTES = 64 << 20
 def seconds_of(
     device: Device, mesh: Mesh, work: Callable[[], object] | None, num_repeats: int = _NUM_LINK_REPEATS
 ) -> float:
-    """The median of ``num_repeats`` calls of ``work`` that all ranks begin together, after one that warms up; the mean
-    of the ranks whose ``work`` is not None."""
+    """The median of ``num_repeats`` calls of ``work`` after a warm-up, averaged over the ranks that have any."""
     seconds = [_elapsed(device, [work or (lambda: None)])[0] for _ in range(num_repeats + 1)]
     return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
 
@@ -242,10 +241,10 @@ def _samples(model: ModelConfig, tokens: int, patches: int) -> list[list[tuple[S
 
 
 def law_and_error(rounds: Sequence[Mapping[int, float]], sizes: Mapping[int, tuple[int, int]]) -> tuple[Law, float]:
-    """The law of a block in one direction, and its relative error: the law's largest misfit and half the range of the
-    rounds (the median of the microbatches), as the root of their squares.
+    """The law of a block in one direction, and its relative error.
 
-    ``rounds``: seconds by microbatch; ``sizes``: the block's rows and pairs by microbatch.
+    ``rounds``: seconds by microbatch; ``sizes``: the block's rows and pairs by microbatch.  The error is the root of
+    two squares: the law's largest misfit, and half the range of the rounds (the median of the microbatches).
     """
     seconds = {number: [one[number] for one in rounds] for number in rounds[0]}
     usual = {number: middle for number, several in seconds.items() if (middle := median(several)) > 0}

@@ -1,5 +1,4 @@
-"""The texts of ``mm-plan predict``, ``compare`` and ``lists``, and a predicted step as the timeline that
-``--profile-pipeline`` would measure."""
+"""The texts of ``mm-plan predict``, ``compare`` and ``lists``, and the timeline of a predicted step."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,7 @@ from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepSettings,
 
 
 def predicted_timeline(predictor: Predictor, replicas: Sequence[np.ndarray], iteration: int) -> StepTimeline:
-    """One step with these microbatches of each replica, in the order in which they enter the pipeline, on the first
-    rank of each stage: tensor- and context-parallel ranks do the same."""
+    """One step with these microbatches of each replica, in pipeline order, on the first rank of each stage."""
     run, placement = predictor.run, predictor.run.model.placement()
     passes = [_passes(predictor, counts) for counts in replicas]
     end = max(steps[-1].end for _, timeline in passes for steps in timeline)
@@ -121,8 +119,7 @@ def prediction_report(run: Run, calibration: Calibration, workload: Workload, st
 
 
 def compared(predictor: Predictor, folder: Path, pictures: Path | None) -> str:
-    """Compare all measured steps in ``folder``, which must be of this run, with their prediction; draw both in
-    ``pictures``."""
+    """Compare the measured steps of this run in ``folder`` with their prediction; draw both in ``pictures``."""
     measured = measured_steps(folder)
     refuse(problem for one in measured for problem in _problems(folder / f"{one.name}.json", one, predictor.run))
     both = [(predicted_timeline(predictor, [counts_of(batch) for batch in one.microbatches], one.iteration), one)

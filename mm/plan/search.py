@@ -128,8 +128,7 @@ NAMES = {"TP": "tp_size", "CP": "cp_size", "PP": "num_stages", "VPP": "num_chunk
 
 
 def choices(run: Run, fixed: Mapping[str, Sequence[object]], node_size: int) -> Iterator[Choice]:
-    """Every legal layout, with the fastest recomputation and the smallest encoder batch allowed.  ``fixed``: name of a
-    field -> its allowed values.
+    """Every legal layout, with the fastest recomputation and the smallest encoder batch that ``fixed`` allows.
 
     Tensor-parallel ranks stay within a node, and context-parallel ranks get at least ``_MIN_TOKENS`` tokens.
     Microbatches and packing are as given if the loss is a mean over microbatches.
@@ -289,8 +288,10 @@ class LayoutSearch:
         self, run: Run, calibrate: Callable[[Run], Calibration], lengths: HasLengths, max_bytes: int | None,
         num_steps: int, recomputations: Sequence[str] = tuple(RECOMPUTE),
     ) -> None:  # fmt: skip
-        """``calibrate`` returns the calibration for a layout, or raises UserError.  ``max_bytes``: of a rank.  Layouts
-        are predicted over ``num_steps`` steps.  ``recomputations``: those that may be tried, from fast to small."""
+        """Judge layouts over ``num_steps`` steps with the laws that ``calibrate`` has for each, or raises UserError.
+
+        ``max_bytes``: of a rank.  ``recomputations``: those that may be tried, from fast to small.
+        """
         self._run, self._calibrate, self._lengths, self._max_bytes = run, calibrate, lengths, max_bytes
         self._num_steps, self._sample_sizes = num_steps, SampleSizes(run.model, lengths)
         self._allowed = list(recomputations)

@@ -221,8 +221,7 @@ def _listed(question: str, hint: str, options: Mapping[str, str]) -> str:
 
 
 def placed(text: str, num_images: int) -> QuestionText:
-    """``text`` with images in place of ``<image 1>`` and so on, as often as each is named; if none is, all come first.
-    """
+    """``text`` with images where ``<image 1>`` and so on stand; if none is named, all come first."""
     assert max_placeholder(text) <= num_images, "checked when the file was read"
     pieces = _PLACEHOLDER.split(text)
     if len(pieces) == 1:

@@ -53,8 +53,10 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
 
 
 def is_about(answer: str, right: str) -> bool:
-    """Relaxed accuracy: a number within 5% of the right one, or the same text ignoring case.  As in the published code,
-    a number with a unit or thousands separators is a text, and 0 is compared as text."""
+    """Relaxed accuracy: a number within 5% of the right one, or the same text ignoring case.
+
+    As in the published code, a number with a unit or thousands separators is a text, and 0 is compared as text.
+    """
     answer, right = answer.strip(), right.strip()
     found, wanted = _number(answer), _number(right)
     if found is not None and wanted:

@@ -13,7 +13,7 @@ from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
-from mm.cost.stage_memory import StageMemory, offloaded
+from mm.cost.stage_memory import StageMemory, offloaded, stage_memory
 from mm.model.layers.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import stage_steps
 from tests.plan.test_dry_run import EXAMPLES, run_of
@@ -115,8 +115,8 @@ def test_the_peak_includes_logits_or_a_running_layer() -> None:
 
 def test_chunks_of_a_stage_share_its_memory() -> None:
     """3B on two stages of two chunks, 4 microbatches: stage 0 runs five forward passes before a backward pass."""
-    model = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4).model
-    first, last = (StageMemory.of(model, model.placement(), stage, 1, "bf16") for stage in range(2))
+    run = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4, bf16=True)
+    first, last = (stage_memory(run, run.model.placement(), stage) for stage in range(2))
     assert first.in_flight(TOKENS, 4) == (3, 2)  # chunk 0 is the ViT, which keeps nothing for text
     assert last.in_flight(TOKENS, 4) == (3, 0)  # its second chunk runs the backward pass at once
     kept = [chunk.kept_bytes(TOKENS) for chunk in last.chunks]

@@ -17,11 +17,11 @@ from mm.config.run import Run
 from mm.cost.stage_memory import (
     TEXT,
     VISUAL,
-    StageMemory,
     block_bytes,
     longest_microbatches,
     num_model_params,
     peaks,
+    stage_memory,
     stage_sizes,
 )
 from mm.device.device import KNOWN_DEVICES
@@ -187,7 +187,7 @@ def test_memory_of_each_stage():
     placement = run.model.placement()
     text = stage_report(run)
     for spec, size in zip(placement.slots, sizes(run), strict=True):
-        memory = StageMemory.of(run.model, placement, spec.stage, 1, "bf16")
+        memory = stage_memory(run, placement, spec.stage)
         num_in_flight = 2 - spec.stage
         for kind, rows in longest_microbatches(run).items():
             numbers = (size.total_bytes, memory.kept_bytes(rows, 8), memory.ahead_bytes(rows, 8),
