@@ -71,11 +71,6 @@ def fitted(times: Sequence[Timed]) -> Law:
     return Law(*best.tolist())
 
 
-def relative_errors(law: Law, times: Sequence[Timed]) -> list[float]:
-    """Predicted over measured seconds, minus 1, of each time."""
-    return [law.seconds(one.rows, one.pairs) / one.seconds - 1 for one in times]
-
-
 FORMAT = 3
 
 

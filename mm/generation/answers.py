@@ -74,16 +74,15 @@ class AnswerFile:
             write_whole(self.path, b"".join(self._lines[number] for number in sorted(self._lines)), syncs=True)
 
 
-Batches = list[tuple[Prompt, ...]]
-
-
 def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Indices of the prompts of each batch, of similar ``lengths``; the longest first, to run out of memory at once."""
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
-def in_batches(session: Session, prompts: Sequence[Prompt], batch_size: int) -> tuple[Batches, list[str]]:
+def in_batches(
+    session: Session, prompts: Sequence[Prompt], batch_size: int
+) -> tuple[list[tuple[Prompt, ...]], list[str]]:
     """Batches of the prompts that can be asked, and the problems of the others; called on rank 0."""
     lengths: list[int] = []
     ready: list[Prompt] = []
@@ -127,7 +126,7 @@ def answer_file(
 
     opened: list[tuple[AnswerFile, Progress]] = []  # on rank 0
 
-    def prepare() -> tuple[Batches, list[str]]:
+    def prepare() -> tuple[list[tuple[Prompt, ...]], list[str]]:
         prompts, problems = read()
         batches, more = in_batches(session, prompts, batch_size)
         answers = AnswerFile(output, {one.number: session.key(one) for one in prompts})

@@ -230,11 +230,6 @@ class RatedLists:
     peak_bytes: int
     """Memory of the fullest rank."""
 
-    @property
-    def utilisation(self) -> float:
-        """The share of the pipeline's time in which the mean stage works."""
-        return self.busy / self.seconds
-
 
 def rate_lists(
     run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None

@@ -33,7 +33,6 @@ from mm.cost.calibration import (
     MeasuredBlock,
     Timed,
     fitted,
-    relative_errors,
     settings_of,
 )
 from mm.cost.costs import Cutting, block_keys
@@ -253,7 +252,8 @@ def law_and_error(rounds: Sequence[Mapping[int, float]], sizes: Mapping[int, tup
         return Law(0.0, 0.0), 0.0
     law = fitted(times)
     spread = median((max(seconds[number]) - min(seconds[number])) / 2 / middle for number, middle in usual.items())
-    return law, math.hypot(max(map(abs, relative_errors(law, times))), spread)
+    misfit = max(abs(law.seconds(one.rows, one.pairs) / one.seconds - 1) for one in times)
+    return law, math.hypot(misfit, spread)
 
 
 @dataclass(frozen=True)

@@ -176,5 +176,5 @@ def lists_report(run: Run, present: RatedLists, best: RatedLists, even: float, h
 def _rated(name: str, one: RatedLists, has_times: bool) -> str:
     vision, language = one.lists.values()
     seconds = f"pipeline {one.seconds:.4g} s, " if has_times else ""
-    return (f"{name.ljust(9)} ViT {vision}, LLM {language}: {seconds}stages used {one.utilisation:.1%}, fullest rank "
-            f"{one.peak_bytes / 2**30:.2f} GiB")
+    return (f"{name.ljust(9)} ViT {vision}, LLM {language}: {seconds}stages used {one.busy / one.seconds:.1%}, fullest "
+            f"rank {one.peak_bytes / 2**30:.2f} GiB")
