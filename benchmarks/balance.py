@@ -2,7 +2,7 @@
 
     python -m benchmarks.balance [--quick] [--output F]
 
-Nothing is trained: samples are arrays of lengths (``mm.plan.distributions``), a microbatch costs its FLOPs in the
+Nothing is trained: samples are arrays of lengths (``mm.plan.layouts``), a microbatch costs its FLOPs in the
 shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  Without
 packing a microbatch is one sample; packs hold at most 8,192 tokens.
 """
@@ -22,7 +22,7 @@ from mm.data.sampler.balance import Budget, fullest_packs
 from mm.data.sampler.cost import SampleSizes
 from mm.data.sampler.sample_stream import StepSamples, Stream
 from mm.data.sampler.sampler import SAMPLERS, BatchShares
-from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
+from mm.plan.layouts import DISTRIBUTIONS, SEQ_LENGTH, llava
 from tests.files import table
 
 SAMPLES_PER_RANK = 32
@@ -30,7 +30,7 @@ SAMPLES_PER_RANK = 32
 SEED, BUDGET = 1234, Budget(SEQ_LENGTH)
 BALANCED_PACKS = "BalancedBatchSampler with packing"
 SETS = ("llava", "documents", "videos")
-"""Names of the compared ``mm.plan.distributions``."""
+"""Names of the compared ``mm.plan.layouts``."""
 Planned = Callable[[int], list[StepSamples]]
 """From the number of a step to the samples of each rank."""
 

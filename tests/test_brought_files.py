@@ -22,7 +22,7 @@ from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
-from tests.scoring.test_peer_files import sheet
+from tests.scoring.test_results import sheet
 from tests.tiny_inputs import write_inputs
 
 MACHINES = """\

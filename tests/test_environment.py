@@ -12,7 +12,7 @@ import pytest
 from mm import evaluate, generate, train
 from mm.doctor import rank as doctor_rank
 from mm.environment import Launched, launcher_problems
-from mm.plan import rank as planner_rank
+from mm.plan import commands as planner_rank
 from tests.files import EXAMPLES, ROOT, json_lines
 from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, write_data, write_inputs

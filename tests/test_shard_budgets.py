@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mm.config.run import Run
-from mm.cost.model_states import build_bytes
-from mm.cost.stage_memory import BucketBuffers
+from mm.cost.stage_memory import BucketBuffers, build_bytes
 from tests.meta.step import Case
 from tests.test_budgets import FEW_LAYERS, FROZEN_VIT, FULL, STEP_HOST_READS, formulas, rows_of
 from tests.workload import OFFLOADED

@@ -26,7 +26,7 @@ from mm.cost.predict import Predictor
 from mm.cost.workload import Workload, sample_counts
 from mm.data.sample import Lengths
 from mm.device.device import known_device
-from mm.plan.distributions import WINDOW
+from mm.plan.layouts import WINDOW
 from tests.files import ROOT, table
 from tests.workload import Sample, microbatches_of, num_patches, num_targets, num_tokens
 

@@ -30,7 +30,7 @@ from mm.cost.predict import Predictor
 from mm.cost.workload import Workload, counts_of
 from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
-from mm.plan.measure import NUM_ROUNDS, ProbeSizes, measure
+from mm.plan.measure import NUM_ROUNDS, measure
 from tests.microbatches import random_microbatch
 from tests.workload import Sample
 
@@ -216,9 +216,9 @@ def predicted_ratios(
     args = step_arguments("--use-distributed-optimizer", "--tensor-model-parallel-size", "2",
                           *(["--sequence-parallel"] if sequence_parallel else []))
     totals = {name: [BatchTotals.of([one], model.vision) for one in batch] for name, batch in batches.items()}
-    sizes = ProbeSizes(max(one.num_tokens for batch in totals.values() for one in batch),
-                       max(one.num_patches for batch in totals.values() for one in batch))
-    calibration = measure(device, args, model, [1, 2], sizes, num_rounds)
+    num_tokens, num_patches = (max(getattr(one, name) for batch in totals.values() for one in batch)
+                               for name in ("num_tokens", "num_patches"))
+    calibration = measure(device, args, model, [1, 2], num_tokens, num_patches, num_rounds)
     found: dict[str, dict[str, float]] = {}
     for name, batch in totals.items():
         seconds = {

@@ -19,7 +19,7 @@ from benchmarks.records import LOSS, NORM, OURS, PEER, Results, together
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
 from mm.cost.layer_memory import FP32, WIDTHS
-from mm.cost.memory import MicrobatchSizes
+from mm.cost.memory import ChunkMemory, MicrobatchSizes
 from mm.cost.stage_memory import StageMemory
 from mm.device.device import Device
 from mm.model.flops import blocks, training_flops
@@ -145,7 +145,8 @@ class ExpectedMemory:
     def of(cls, model: ModelConfig, largest: BatchTotals) -> "ExpectedMemory":
         """``largest``: the counts of the largest microbatch."""
         params, placement = Params.of(model), model.placement()
-        memory = StageMemory.of(model, placement, 0, tp_size=1, precision="bf16")
+        memory = StageMemory(tuple(ChunkMemory(model, placement, placement[0, chunk], tp_size=1, precision="bf16")
+                                   for chunk in range(placement.num_chunks)))
         rows = MicrobatchSizes(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
         states = STATE_BYTES_PER_PARAM * params.trained + FROZEN_BYTES_PER_PARAM * params.frozen
         kept = memory.kept_bytes(rows, num_microbatches=1)

@@ -1,10 +1,6 @@
-"""The report of a dry run: what each pipeline stage holds, its size in bytes, and what crosses each boundary.
+"""The report of a dry run: contents, boundaries and peak memory of the stages, and the cheapest flags that would fit.
 
-Sizes come from the weight table, the placement and the formulas of ``mm.cost.memory``; nothing is measured.
-
-The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
-
-The order of the changes is a preference, not measured: exact and nearly free ones first, then those that take time or
+The order of these flags is a preference, not measured: exact and nearly free ones first, then those that take time or
 round.  Layouts stay as they are; ``mm-plan`` searches for others.
 """
 
@@ -12,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from mm.config.args import Arguments
 from mm.config.layers import OffloadConfig, RecomputeConfig
@@ -20,16 +16,19 @@ from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.cost.layer_memory import WIDTHS
 from mm.cost.memory import MicrobatchSizes
-from mm.cost.model_states import StageSize, chunk_size, num_model_params, stage_sizes
 from mm.cost.stage_memory import (
     STATED,
     VISUAL,
     BucketBuffers,
+    StageSize,
     activation_bytes_on_host,
+    chunk_size,
     longest_microbatches,
+    num_model_params,
     peak_bytes,
     peaks,
     stage_memory,
+    stage_sizes,
 )
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import counted, sorted_notes
@@ -48,7 +47,7 @@ class Change:
 
     flags: str
     applied: Callable[[Run], Run | None]
-    """The run with them; None if it has them, if they do not apply, or if its other settings exclude them."""
+    """The run with them; None if it has them, or if they do not apply."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ def _recomputed(recompute: RecomputeConfig) -> Callable[[Run], Run | None]:
 
 
 def _offloaded(run: Run) -> Run | None:
-    """Offload layers that are recomputed, so only their inputs: all else is computed again sooner than it crosses the
-    link to the host."""
+    """Offload the inputs of recomputed layers: all else is computed again sooner than it crosses the host's link."""
     towers = {name: getattr(run.model, name) for name in ("vision", "language")}
     if any(tower.recompute.granularity != "full" or tower.offload != OffloadConfig() for tower in towers.values()):
         return None
@@ -128,9 +126,9 @@ CHANGES = (
 
 
 def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
-    """For each of ``memories`` (bytes) that is too small for ``run``, the cheapest changes with which it fits.
+    """The cheapest changes with which ``run`` fits each of ``memories`` (bytes) that is too small, largest first.
 
-    Nearly equal memories get one answer, for the smallest of them; the largest comes first.
+    Nearly equal memories get one answer, for the smallest of them.
     """
     @cache
     def peak(changes: int) -> float:
@@ -178,14 +176,8 @@ def _host_bytes(run: Run) -> int:
 _GIB = 2**30
 _NUM_FITS = 3
 """Sizes of devices for which the report says how the run would fit."""
-_PLACES = {
-    Place.PATCH_EMBEDDING: "patch embedding",
-    Place.VISION_LAYER: "ViT",
-    Place.PROJECTOR: "projector",
-    Place.EMBEDDING: "embedding",
-    Place.LANGUAGE_LAYER: "LLM",
-    Place.HEAD: "norm + head",
-}
+_PLACES = {Place.PATCH_EMBEDDING: "patch embedding", Place.VISION_LAYER: "ViT", Place.PROJECTOR: "projector",
+           Place.EMBEDDING: "embedding", Place.LANGUAGE_LAYER: "LLM", Place.HEAD: "norm + head"}  # fmt: skip
 
 
 def stage_report(run: Run) -> str:
@@ -223,8 +215,7 @@ def _run_lines(run: Run) -> list[str]:
         f"{args.seq_length} tokens per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state"
-        f"{_SHARDED[args.sharding]}"
-        f"{_states(args)}",
+        f"{_SHARDED[args.sharding]}{_optimizer_state(args)}",
     ]
 
 
@@ -233,7 +224,7 @@ _SHARDED = {"no_shard": " whole on every rank", "optim": " split over the data-p
             "optim_grads_params": ", gradients and weights split over the data-parallel ranks"}  # fmt: skip
 
 
-def _states(args: Arguments) -> str:
+def _optimizer_state(args: Arguments) -> str:
     dtypes = {"first": args.exp_avg_dtype, "second": args.exp_avg_sq_dtype}
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
@@ -277,15 +268,11 @@ def _stage_table(run: Run, placement: Placement) -> list[str]:
     return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
 
 
-def _aligned(rows: list[tuple[str, ...]], num_texts: int = 2) -> list[str]:
-    """A table whose first ``num_texts`` columns are text, the others numbers."""
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """A table whose first two columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) if column < num_texts else cell.rjust(width)
-                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return ["  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def _name(spec: StageSpec, run: Run) -> str:
@@ -313,14 +300,13 @@ def _contents(spec: StageSpec, model: ModelConfig) -> str:
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:
     """What crosses each boundary per microbatch, and when a gradient comes back."""
     vision, language = run.model.vision, run.model.language
-    merged = vision.spatial_merge_size**2
     shapes = {
         Message.PATCHES: f"[patches, {vision.hidden_size}]",
-        Message.VISUAL_TOKENS: f"[patches / {merged}, {language.hidden_size}]",
+        Message.VISUAL_TOKENS: f"[patches / {vision.spatial_merge_size**2}, {language.hidden_size}]",
         Message.HIDDEN_STATES: f"[tokens, {language.hidden_size}]",
     }
     lines, path = [], GradientPath.of(run.model)
-    for before, after in zip(placement.slots, placement.slots[1:], strict=False):
+    for before, after in pairwise(placement.slots):
         crossing = f"  {_name(before, run)} -> {_name(after, run)}: {before.sends.value}"
         if before.sends is Message.NOTHING:
             lines.append(crossing)

@@ -15,8 +15,7 @@ from packaging.version import Version
 
 from mm.config.run import Run
 from mm.cost.layer_memory import WIDTHS
-from mm.cost.model_states import stage_sizes
-from mm.cost.stage_memory import activation_bytes_on_host
+from mm.cost.stage_memory import activation_bytes_on_host, stage_sizes
 from mm.device.device import PLATFORMS, installed_versions
 from mm.device.platform import MachineFinding
 from mm.environment import Launched, declared, installed

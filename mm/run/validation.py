@@ -21,7 +21,7 @@ from mm.console import Progress
 from mm.data.loader.validation import ValidationPlan
 from mm.errors import refuse, writing
 from mm.files import write_whole
-from mm.generation.batches import answer_batches, in_batches
+from mm.generation.answers import answer_batches, in_batches
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
@@ -184,7 +184,8 @@ class QuestionSet:
             with Progress("answering", sum(map(len, batches)), "questions", is_shown=session.mesh.rank == 0) as shown:
 
                 def keep(answered: Sequence[Response]) -> None:
-                    self._answers |= {one.prompt.number: Prediction.of(one.text, one.ended) for one in answered}
+                    self._answers |= {one.prompt.number: Prediction(one.text, one.ended == "length")
+                                      for one in answered}
                     shown.update(len(answered))
 
                 problems += answer_batches(session, batches, keep, self._phase)

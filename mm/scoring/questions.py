@@ -1,6 +1,4 @@
-"""The questions of one evaluation, from either kind of file.
-
-The user's own questions, as JSON, JSONL or Parquet: ``question`` and ``answer``, or samples as in training.
+"""The questions of one evaluation: a benchmark's, or the user's own as JSON, JSONL or Parquet.
 
     {"question": "How many cats are there?", "image": "cats.jpg", "answer": ["2", "two"], "category": "counting"}
     {"question": "Which is it?", "images": ["a.jpg"], "options": {"A": "cat", "B": "dog"}, "answer": "A"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.cost.model_states import num_model_params
+from mm.cost.stage_memory import num_model_params
 from mm.doctor import machine, trial
 from mm.doctor.cli import run
 from mm.doctor.diagnosis import Diagnosis, Level, read_lines

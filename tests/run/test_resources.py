@@ -10,8 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mm.config.run import Run, load_run
-from mm.cost.model_states import num_model_params, stage_sizes
-from mm.cost.stage_memory import activation_bytes_on_host
+from mm.cost.stage_memory import activation_bytes_on_host, num_model_params, stage_sizes
 from mm.environment import DECISIVE
 from mm.run import resources
 from mm.run.resources import Node, has_lazy_gloo, microbatch_pixel_bytes, node_problems

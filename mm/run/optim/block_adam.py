@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 
 from mm.checkpoint.pipelined_write import host_segment, places_in_segments
 from mm.config.args import KeptCopy
-from mm.cost.model_states import offloaded
+from mm.cost.stage_memory import offloaded
 from mm.device.device import Device
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.zero.weight_shards import placeholder

@@ -5,8 +5,7 @@ from typing import Any
 
 from mm.batch import StepPlan, samples_text
 from mm.config.run import Run, resolved
-from mm.cost.model_states import stage_sizes
-from mm.cost.stage_memory import stage_peaks
+from mm.cost.stage_memory import stage_peaks, stage_sizes
 from mm.device.device import device_facts, sdpa_backend
 from mm.errors import counted
 from mm.model import flops
