@@ -7,7 +7,7 @@ Makes a random Hugging Face checkpoint of the given shape, then times in turn: c
 command at TP 1 and TP 2.  ``warm`` reads the input from the page cache; ``cold`` drops it from there first
 (posix_fadvise).  Times include planning and checksums, but not starting Python and importing torch.  Memory is the
 anonymous memory of the whole process tree, sampled.  Prints JSON; the exit status is 1 when a target is missed.
-``tiny`` only shows that the benchmark runs.
+``tiny``, at TP 1 alone, only shows that the benchmark runs.
 
 ``--reads`` times nothing: it counts what ranks read when the example of that size starts from bf16 weights.
 """
@@ -95,7 +95,7 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
     """The conversions by name, each a function of its target.  Those that read MM checkpoints take those in ``made``,
     which ``prepare`` wrote."""
     found = {}
-    for tp_size in (1, 2):
+    for tp_size in (1, 2) if size == "3b" else (1,):
         whole, halves = _layouts(size, tp_size)[0], _layouts(size, 3 - tp_size)[1]
         mm = made / f"mm_tp{tp_size}"
         found[f"hf_to_mm TP{tp_size}"] = lambda to, layout=whole: convert.hf_to_mm(source, to, layout)

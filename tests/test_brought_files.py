@@ -186,7 +186,7 @@ def trained_by_the_peer(inputs: Path) -> None:
 def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     """It goes on from the peer's own checkpoint with new optimizer state, at the iteration and sample named there."""
     trained_by_the_peer(write_inputs(tmp_path))
-    done = run_script(SCRIPT, tmp_path, Path(sys.executable).parent)  # with torchrun itself, as its users start it
+    done = run_script(SCRIPT, tmp_path, warm_programs(tmp_path))
     log = (tmp_path / "logs" / "train_brought.log").read_text()
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
     assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states start fresh" in log

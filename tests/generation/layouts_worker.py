@@ -32,7 +32,7 @@ from mm.run.checkpoint.save import BegunSave  # noqa: E402
 from mm.run.step import Setup  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
-FEW = slice(0, 20)
+FEW = slice(0, 10)
 """Prompts of every kind, for layouts that do not answer all, and for answers one at a time."""
 
 

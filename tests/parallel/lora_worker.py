@@ -42,7 +42,7 @@ from tests.parallel.parity_worker import (  # picks the device before all others
     from_first_rank,
     gradient_errors,
     joined,
-    relative_error,
+    relative_errors,
     weight_errors,
     with_meshes,
 )
@@ -213,7 +213,7 @@ def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
     names = {piece.name for piece in TrainingDirectory.open(folder).manifest.pieces if piece.kind == "weight"}
     return {
         "peft_loss": peft_loss, "merged_loss": merged_loss,
-        "merge_error": max(relative_error([(mine[name], theirs[name])], None) for name in mine),
+        "merge_error": max(relative_errors([(mine[name], theirs[name]) for name in mine], None)),
         "saved_names": sorted(names), "trained_names": sorted(one.name for one in saved_weights(model_of(case))),
     }
 
