@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from demo.tiny_checkpoint import build
-from mm.data.records.record_name import record_place
+from mm.data.sample import record_place
 from mm.errors import UserError, printable
 from mm.process import print_notes, run_command
 from tests.files import EXAMPLES, ROOT

@@ -23,8 +23,7 @@ from mm.cost.workload import one_stage, sample_counts
 from mm.data.sample import Lengths
 from mm.data.sampler.balance import Budget, fullest_packs
 from mm.data.sampler.cost import SampleSizes, in_order, pipeline_orders
-from mm.data.sampler.sample_stream import StepSamples, Stream
-from mm.data.sampler.sampler import SAMPLERS, BatchShares
+from mm.data.sampler.sampler import SAMPLERS, BatchShares, StepSamples, Stream
 from mm.parallel.order import step_costs
 from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
 from mm.plan.lists import Lists

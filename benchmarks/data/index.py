@@ -36,14 +36,13 @@ from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.index.dataset import Dataset
 from mm.data.index.index import NUMBER, Checker, Columns, Reader, RecordIndex, Rows, Store
-from mm.data.index.measure import ROW, Gauge
+from mm.data.index.measure import ROW, Measure
 from mm.data.loader.loader import planned_steps
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
 from mm.data.sampler.balance import Budget
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import SampleOrder
-from mm.data.sampler.sampler import SAMPLERS, BatchShares
+from mm.data.sampler.sampler import SAMPLERS, BatchShares, SampleOrder
 
 if TYPE_CHECKING:
     from demo.tiny_checkpoint import Sizes
@@ -109,9 +108,9 @@ def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]
 def start(folder: Path, num_processes: int) -> dict[str, float]:
     """One start of a data owner in this process: seconds to open the dataset and to read a sample."""
     data, model = settings(folder, num_processes)
-    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    measure = Measure.from_config(data, model, SEQ_LENGTH)
     began = time.perf_counter()
-    dataset = Dataset(data, gauge=gauge)
+    dataset = Dataset(data, measure=measure)
     ready = time.perf_counter()
     lengths = dataset.lengths
     num_tokens, num_patches = int(lengths.num_tokens.sum(dtype=np.int64)), int(lengths.num_patches.sum(dtype=np.int64))
@@ -126,21 +125,21 @@ def start(folder: Path, num_processes: int) -> dict[str, float]:
 def parts(folder: Path) -> dict[str, float]:
     """What one process does per second, and where its time goes."""
     data, model = settings(folder, 1)
-    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    measure = Measure.from_config(data, model, SEQ_LENGTH)
     pictures = [str(path) for path in sorted((folder / "pictures").iterdir())]
     file = open_records(data.dataset[0])
     began = time.perf_counter()
     blocks = list(file.blocks([]))
     found_seconds = time.perf_counter() - began
-    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), gauge))
+    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), measure))
     sample = Dataset(replace(data, max_samples=1))[0]
-    grids = [gauge.encoder.images.plan(one).grid for part in sample.media for one in part.contents]
-    chat = gauge.encoder.chat
+    grids = [measure.encoder.images.plan(one).grid for part in sample.media for one in part.contents]
+    chat = measure.encoder.chat
     text = chat.render(sample.turns)
     headers = iter(pictures)
     checker(blocks[0])  # fills the cache of picture sizes
     return {
-        "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.plan(next(headers)), len(pictures)),
+        "headers_per_second": 1 / seconds_of(lambda: measure.encoder.images.plan(next(headers)), len(pictures)),
         "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
         "checked_records_per_second": len(blocks[-2].spans) / seconds_of(lambda: checker(blocks[-2]), 3),
         "form_records_per_second": len(blocks[-2].spans) / seconds_of(

@@ -13,7 +13,7 @@ from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Sample, Video
-from mm.data.sampler.sample_stream import SampleOrder, in_turn, shuffled
+from mm.data.sampler.sampler import SampleOrder, in_turn, shuffled
 
 SPECIAL_TOKENS = [
     f"<|{name}|>"

@@ -8,7 +8,7 @@ import pytest
 from demo.tiny_checkpoint import build
 from mm.config.run import load_run
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
+from mm.data.index.measure import Measure
 from mm.data_tool.cli import main
 from mm.run.preflight import check
 from tests.data.oracle import photo
@@ -46,4 +46,4 @@ def test_training_uses_the_index_created_beforehand(inputs: Path, monkeypatch, c
                     "--log-dir", str(inputs / "logs")], 2, {})
     monkeypatch.delattr("mm.data.index.dataset.make_index")
     assert check(run).problems == []
-    assert len(Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64), seed=run.args.seed)) == 2
+    assert len(Dataset(run.data, measure=Measure.from_config(run.data, run.model, 64), seed=run.args.seed)) == 2

@@ -1,10 +1,8 @@
-"""Conversations as token ids and labels.
+"""Conversations as token ids and labels, truncated to ``--seq-length``.
 
 The checkpoint's own chat template renders the text, which is tokenized once as a whole, so token ids equal those of
 transformers.  Targets are those of LLaMA-Factory and MindSpeed-MM: each answer, the token after it that ends the turn,
 and the newline after that.
-
-How much of each turn of a conversation remains when it has too many tokens.  Pure functions of numbers of tokens.
 """
 
 import re

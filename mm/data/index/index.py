@@ -1,10 +1,7 @@
-"""The index of one file, from checking and measuring every record once: its position and lengths, or why it is bad.
+"""The index of a file of records: position and lengths of each, or why it is bad; and the folder that keeps indexes.
 
-The check reads a file block by block in several processes.  ``mm.data.index.index`` keeps the result.
-
-Keeps indexes between runs: a folder of tables whose names are hashes of all that they depend on.
-
-An index is ``KEY.rows``, a row of ``ROW`` for each record, and ``KEY.json``, written last.  ``KEY.numbers`` are the
+A file is checked block by block in several processes.  The names in the folder are hashes of all that an index depends
+on: ``KEY.rows`` has a row of ``ROW`` for each record, ``KEY.json`` the rest, written last, and ``KEY.numbers`` the
 records that a dataset uses.  ``files/`` has the checksum of each file of records, named by its size and times, so that
 an unchanged file is not read at every start.  Each file ends with the crc32 of the rest; one that does not match it is
 created again, with a note.
@@ -29,13 +26,12 @@ from mm.batch import Grid
 from mm.config.data import Attributes, DataConfig
 from mm.console import Progress
 from mm.data.encode.chat import TooLongError
-from mm.data.index.measure import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, sample_lengths
+from mm.data.index.measure import BAD, ROW, TOO_LONG, Measure, has_boxes_outside, is_usable, sample_lengths
 from mm.data.media.video_patches import VideoConstantsError
 from mm.data.records.formats import read_sample, unread_keys
-from mm.data.records.record_name import BadSample, name_of, record_place
 from mm.data.records.records import Raw, RecordBlock, RecordFile, Span
 from mm.data.records.roots import MediaRoots
-from mm.data.sample import Lengths, Media, Sample
+from mm.data.sample import BadSample, Lengths, Media, Sample, name_of, record_place
 from mm.data.workers import in_processes
 from mm.errors import MAX_PROBLEMS, UserError, printable, writing
 from mm.families.known import TITLES, names_of
@@ -236,12 +232,12 @@ _MANY_KEYS = "more keys that nothing reads"
 
 @dataclass(frozen=True)
 class Reader:
-    """How the records of one file become samples; a ``gauge`` measures them."""
+    """How the records of one file become samples; a ``measure`` measures them."""
 
     file: RecordFile
     attr: Attributes
     roots: MediaRoots
-    gauge: Gauge | None = None
+    measure: Measure | None = None
 
     def sample(self, record: Any, number: int) -> Sample:
         """Record ``number`` as a sample.  Raises UserError for an invalid record."""
@@ -283,7 +279,7 @@ class _CheckedBlock:
 
 @dataclass
 class Checker:
-    """Checks blocks of one file; nothing is measured if its reader has no ``gauge``.  Pickles into workers."""
+    """Checks blocks of one file; nothing is measured if its reader has no ``measure``.  Pickles into workers."""
 
     reader: Reader
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
@@ -318,15 +314,15 @@ class Checker:
             found.note(f"nothing reads {key}; docs/data.md lists the keys that are read", 1, raw.index)
 
     def _measure(self, sample: Sample, index: int, row: np.void, found: _CheckedBlock) -> None:
-        gauge = self.reader.gauge
-        if gauge is None:
+        measure = self.reader.measure
+        if measure is None:
             return
         if len(self._grids) > _MAX_KNOWN:
             self._grids.clear()
-        lengths, num_control_words, grids = sample_lengths(gauge, sample, self._grids)
+        lengths, num_control_words, grids = sample_lengths(measure, sample, self._grids)
         for name, value in lengths.items():
             row[name] = value
-        if has_boxes_outside(sample, grids, gauge.encoder.images.patch_size):
+        if has_boxes_outside(sample, grids, measure.encoder.images.patch_size):
             found.note(_BOXES, 1, index)
         if num_control_words:
             found.note(_CONTROL_WORDS, 1, index)

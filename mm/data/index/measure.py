@@ -49,7 +49,7 @@ def is_usable(num_tokens: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Gauge:
+class Measure:
     """Measures samples as ``encoder`` would encode them."""
 
     encoder: SampleEncoder
@@ -57,7 +57,7 @@ class Gauge:
     """Patches along each side of an attention window of the ViT."""
 
     @classmethod
-    def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Gauge":
+    def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Measure":
         """Raises UserError as ``SampleEncoder.from_config`` does."""
         with ongoing("reading tokenizer and processor", is_first_rank()):
             encoder = SampleEncoder.from_config(data, model, seq_length)
@@ -86,7 +86,7 @@ def _facts(value: Any) -> Any:
 
 
 def sample_lengths(
-    gauge: Gauge, sample: Sample, known: dict[Media, Grid]
+    measure: Measure, sample: Sample, known: dict[Media, Grid]
 ) -> tuple[dict[str, int], int, tuple[Grid, ...]]:
     """The columns of ``ROW`` that depend on the encoder, the number of words like control tokens, and the grids of all
     media, in order.
@@ -94,7 +94,7 @@ def sample_lengths(
     ``known`` caches grids across samples.  Raises UserError for media that cannot be read and for samples without any
     target left, and TooLongError where whole turns are dropped and none would remain.
     """
-    encoder = gauge.encoder
+    encoder = measure.encoder
     for item in sample.media:
         if item.files == item.contents and item not in known:  # embedded images would fill the memory
             known[item] = encoder.planned(item).grid
@@ -102,21 +102,21 @@ def sample_lengths(
     text = encoder.chat.encode(sample.turns, grids)
     num_targets = int((text.labels != IGNORE_INDEX).sum())
     kept = [grids[number] for number in text.media]
-    _check(gauge, grids, num_targets)
+    _check(measure, grids, num_targets)
     return {
         "num_tokens": len(text.token_ids),
         "num_target_tokens": num_targets,
         "num_media": len(kept),
         "num_patches": sum(map(math.prod, kept)),
         "num_image_pairs": sum(map(image_pairs, kept)),
-        "num_window_pairs": sum(window_pairs(grid, gauge.window) for grid in kept),
+        "num_window_pairs": sum(window_pairs(grid, measure.window) for grid in kept),
         "num_dropped_tokens": text.num_dropped_tokens,
     }, text.num_control_words, grids
 
 
-def _check(gauge: Gauge, grids: tuple[Grid, ...], num_targets: int) -> None:
+def _check(measure: Measure, grids: tuple[Grid, ...], num_targets: int) -> None:
     """Refuse a sample whose media alone are too long, or that has no target tokens left."""
-    chat = gauge.encoder.chat
+    chat = measure.encoder.chat
     limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
     if num_visual > limit and not chat.drops_turns:
         raise UserError(

@@ -24,7 +24,7 @@ from mm.batch import BatchTotals, Images, Microbatch, StepPlan, encoder_batches_
 from mm.config.model import ModelConfig
 from mm.data.loader.loader import ReadStep
 from mm.data.loader.quarantine import Quarantine
-from mm.data.records.record_name import BadSample
+from mm.data.sample import BadSample
 from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
@@ -48,7 +48,7 @@ class _Found:
     passes: tuple[Images, ...]
 
 
-class DataOwner(Iterator[StepPlan]):
+class StepBroadcast(Iterator[StepPlan]):
     """Yields ``StepPlan``s for ``num_steps`` steps.
 
     ``steps`` is the loader's iterator on the owning rank and None elsewhere; likewise both quarantines, for training

@@ -13,8 +13,8 @@ from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.encode.encoder import Outline, SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.loader.feature_cache import FeatureCache
-from mm.data.records.record_name import BadSample
-from mm.data.sampler.sample_stream import SampleOrder, StepSamples
+from mm.data.sample import BadSample
+from mm.data.sampler.sampler import SampleOrder, StepSamples
 from mm.data.workers import Prepared
 from mm.errors import UserError, add_note
 

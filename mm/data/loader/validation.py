@@ -12,13 +12,12 @@ import numpy as np
 
 from mm.config.run import Run
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
+from mm.data.index.measure import Measure
 from mm.data.loader.loader import ReadStep, StepLoader
 from mm.data.sample import HasLengths
 from mm.data.sampler.balance import Sizes, fullest_packs
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import StepSamples
-from mm.data.sampler.sampler import budget_of
+from mm.data.sampler.sampler import StepSamples, budget_of
 from mm.parallel.context import deal
 
 
@@ -88,18 +87,18 @@ class ValidationReader:
 
     dataset: Dataset
     order: ValidationOrder
-    gauge: Gauge
+    measure: Measure
     run: Run
     dp_rank: int
 
     @classmethod
-    def of(cls, run: Run, dataset: Dataset, gauge: Gauge, dp_rank: int) -> "ValidationReader":
+    def of(cls, run: Run, dataset: Dataset, measure: Measure, dp_rank: int) -> "ValidationReader":
         """A reader of ``dataset``, the samples for validation."""
-        return cls(dataset, validation_order(run, dataset.columns), gauge, run, dp_rank)
+        return cls(dataset, validation_order(run, dataset.columns), measure, run, dp_rank)
 
     def plan(self) -> ValidationPlan:
         """The facts that this reader's rank sends to all ranks; the same on every rank that owns data."""
-        facts = self.order.num_samples, [one.identity for one in self.dataset.contents()]
+        facts = self.order.num_samples, [one.identity for one in self.dataset.fingerprints()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
 
@@ -108,7 +107,7 @@ class ValidationReader:
         steps = [step[self.dp_rank] for step in self.order.steps]
         args, data = self.run.args, self.run.data
         num_workers = min(args.num_workers, sum(map(len, steps)))
-        return StepLoader(self.dataset, self.gauge.encoder, steps, num_workers, data.prefetch_factor,
+        return StepLoader(self.dataset, self.measure.encoder, steps, num_workers, data.prefetch_factor,
                           skips_bad=args.bad_sample == "skip")
 
 

@@ -1,8 +1,6 @@
-"""Decodes selected frames of video files with one of three libraries.
+"""Selected frames of videos, decoded by PyAV, decord or torchcodec, and of animated images, decoded by Pillow.
 
-Animated images (GIF, WebP, PNG) as videos: the time of each frame, and selected frames.  Pillow decodes them.
-
-Frames are composited on white, as FFmpeg does for GIFs.
+Animations are composited on white, as FFmpeg does for GIFs.
 """
 
 import contextlib

@@ -18,8 +18,7 @@ from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
 from mm.config.strict_json import not_utf8
-from mm.data.records.record_name import numbered, record_place
-from mm.data.sample import Inline
+from mm.data.sample import Inline, numbered, record_place
 from mm.errors import UserError, collected
 from mm.files import json_value, sha256
 
@@ -110,7 +109,7 @@ class RecordFile:
     def read(self, span: Span) -> Any:
         """The value of a record that was read without a problem before.  Raises UserError when the file has changed."""
         if self.kind == "Parquet":
-            return _without_nulls(self.row(*span[:2]), _Picture(self, *span[:2]))
+            return _without_nulls(self.row(*span[:2]), _StoredImage(self, *span[:2]))
         return json.loads(self._bytes(*span[:2]))
 
     def row(self, group: int, row: int) -> Any:
@@ -279,7 +278,7 @@ def _skipped(text: str, position: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Picture:
+class _StoredImage:
     """The place of an image in a row of a Parquet file."""
 
     file: RecordFile
@@ -288,7 +287,7 @@ class _Picture:
     keys: tuple[str | int, ...] = ()
     """The keys and list indices that lead to it."""
 
-    def inside(self, key: str | int) -> "_Picture":
+    def inside(self, key: str | int) -> "_StoredImage":
         return replace(self, keys=(*self.keys, key))
 
     def read(self) -> bytes:
@@ -299,7 +298,7 @@ class _Picture:
         return value["bytes"]
 
 
-def _without_nulls(value: Any, place: _Picture) -> Any:
+def _without_nulls(value: Any, place: _StoredImage) -> Any:
     """``value``, which is at ``place``, without nulls: Parquet gives all structs of a column the same fields."""
     match value:
         case {"bytes": bytes(), "path": path} if len(value) == 2:

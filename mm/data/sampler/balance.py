@@ -1,9 +1,7 @@
-"""Distribute samples over microbatches, and microbatches over data-parallel ranks, so that each costs the same.
+"""Packs of samples within a budget, and their distribution over data-parallel ranks so that each costs the same.
 
 First greedily, the costliest first and each to the cheapest group; then by swaps between a costly and a cheap group
 that halve the difference between them.  Pure functions of integers: every rank gets the same result on any machine.
-
-Packing: whole samples combined into as few microbatches as a budget allows.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,7 @@
-"""The training cost of each sample as an integer: the basis for even distribution.
+"""The training cost of each sample, and the order of a step's microbatches in the pipeline that costs least.
 
-Integers, because every data-parallel rank plans a step by itself and all must agree: floating-point sums may differ in
-the last bit between types of processor.
-
-The order in which a step's microbatches enter the pipeline, chosen so that stages wait little.
-
-A step's gradient is a sum over its microbatches, so their order is free.  While one stage works on a long microbatch
-and its neighbour on a short one, the neighbour waits.  With lengths between 0.25 and 1.75 of the mean, in the order in
-which they are read, two stages wait for a fifth of their time.
+Costs are integers, because every data-parallel rank plans a step by itself and all must agree: floating-point sums may
+differ in the last bit between types of processor.
 """
 
 from collections.abc import Iterator, Sequence

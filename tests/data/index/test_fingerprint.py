@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import Contents, TrainedOn, changed
-from mm.data.index.measure import Gauge
+from mm.data.index.dataset import Dataset, Fingerprint, TrainedOn, changed
+from mm.data.index.measure import Measure
 from mm.errors import UserError
 
-A, B, C = (Contents(f"{name}.json", f"sha of {name}", 10, f"samples of {name}") for name in "abc")
+A, B, C = (Fingerprint(f"{name}.json", f"sha of {name}", 10, f"samples of {name}") for name in "abc")
 
 ORDER = "shuffled by --seed 3"
 
@@ -71,7 +70,7 @@ def test_contents_of_a_dataset(write_dataset, model_config, tmp_path, monkeypatc
 
     def of(*dataset, seed=0, seq_length=4096, **changes):
         settings = replace(data, dataset=dataset or (path,), **changes)
-        return Dataset(settings, True, Gauge.from_config(settings, model_config, seq_length), seed).contents()
+        return Dataset(settings, True, Measure.from_config(settings, model_config, seq_length), seed).fingerprints()
 
     first = of()
     assert [(one.dataset, one.num_samples) for one in first] == [(path, 20)] and first == of()

@@ -10,7 +10,7 @@ from mm.batch import Microbatch
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.loader.loader import StepLoader
-from mm.data.sampler.sample_stream import shuffled
+from mm.data.sampler.sampler import shuffled
 from mm.errors import UserError
 from tests.data.loader.deadly import Crashing, Refusing
 from tests.data.oracle import photo, plain_order

@@ -11,10 +11,10 @@ from PIL import Image as PillowImage
 from mm.config.data import Attributes
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
-from mm.data.media.frame_sampling import Clock, wanted_frames
+from mm.data.index.measure import Measure
 from mm.data.media.image_decode import load_image
 from mm.data.media.video_decode import animation_frames, animation_header
+from mm.data.media.video_patches import Clock, wanted_frames
 from mm.data.records.formats import read_sample
 from mm.data.records.roots import MediaRoots
 from mm.data.sample import Sample, Turn, Video
@@ -135,7 +135,7 @@ def test_listed_frames_and_animations_pass_through_index_and_quarantine(folder, 
     path = tmp_path / "data.json"
     path.write_text(json.dumps(records))
     data = data_config(hf_directory, folder, path, cache_dir=str(tmp_path / "index"))
-    dataset = Dataset(data, True, Gauge.from_config(data, model_config, 4096))
+    dataset = Dataset(data, True, Measure.from_config(data, model_config, 4096))
     assert len(dataset) == 2
     several, still = dataset.skipped
     assert (several.index, still.index) == (2, 3)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.media.frame_sampling import Clock, FrameRule, llama_factory_frames, most_frame_pixels, vl_utils_frames
 from mm.data.media.video_header import VideoHeader
+from mm.data.media.video_patches import Clock, FrameRule, llama_factory_frames, most_frame_pixels, vl_utils_frames
 from tests.data.clips import llama_factory_numbers, qwen_numbers
 
 RATES = (Fraction(30), Fraction(25), Fraction(30000, 1001), Fraction(24000, 1001), Fraction(10), Fraction(1, 2))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mm.data.media import video_decode
-from mm.data.media.frame_sampling import Clock, wanted_frames
 from mm.data.media.video_header import read_header
+from mm.data.media.video_patches import Clock, wanted_frames
 from mm.errors import UserError
 from tests.data.clips import all_frames, damage_frame, even, read, write_clip
 

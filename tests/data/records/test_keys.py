@@ -3,8 +3,7 @@
 import pytest
 
 from mm.config.data import Attributes
-from mm.data.records.content import HARMLESS
-from mm.data.records.formats import read_sample, unread_keys
+from mm.data.records.formats import HARMLESS, read_sample, unread_keys
 from mm.data.records.roots import MediaRoots
 from mm.errors import UserError
 from tests.files import ROOT

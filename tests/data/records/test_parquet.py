@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
+from mm.data.index.measure import Measure
 from mm.data.loader.feature_cache import _content
 from mm.data.records import records as reading
 from mm.data.records.records import open_records
@@ -66,11 +66,11 @@ def test_lists_of_embedded_pictures_equal_files(many, tmp_path, hf_directory, mo
     (tmp_path / "files.json").write_text(json.dumps(expected))
     found, files = (data_config(hf_directory, tmp_path, tmp_path / name, preprocessing_num_workers=1,
                                 cache_dir=str(tmp_path / "cache")) for name in ("many.parquet", "files.json"))
-    gauge = Gauge.from_config(found, model_config, 512)
-    encoder: SampleEncoder = gauge.encoder
-    other = Dataset(files, gauge=gauge)
+    measure = Measure.from_config(found, model_config, 512)
+    encoder: SampleEncoder = measure.encoder
+    other = Dataset(files, measure=measure)
     for _ in range(2):
-        dataset = Dataset(found, gauge=gauge)
+        dataset = Dataset(found, measure=measure)
         assert dataset.notes == [] and len(dataset) == len(other) == 10
         for name, values in vars(dataset.lengths).items():
             assert values.tolist() == vars(other.lengths)[name].tolist(), name
@@ -106,10 +106,10 @@ def test_pictures_anywhere_in_a_record(tmp_path, hf_directory, model_config):
     (picture,) = record["observation.image"]
     assert picture.content == png(10) and str(picture) == "observation.image/0 (inside the record)"
     data = data_config(hf_directory, tmp_path, path)
-    gauge = Gauge.from_config(data, model_config, 512)
-    dataset = Dataset(data, gauge=gauge)
+    measure = Measure.from_config(data, model_config, 512)
+    dataset = Dataset(data, measure=measure)
     assert [str(part.path) for part in dataset[0].media] == ["a.png (inside the record)", f"{tmp_path}/b.png"]
-    assert gauge.encoder.encode(dataset[0]).num_patches == dataset.lengths.num_patches[0] > 0
+    assert measure.encoder.encode(dataset[0]).num_patches == dataset.lengths.num_patches[0] > 0
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(UserError, match="has changed since this run checked it"):
         _ = picture.content
@@ -121,7 +121,7 @@ def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_director
     path = write(tmp_path / "bad.parquet", rows, "image", IMAGE)
     monkeypatch.setattr(reading, "_MAX_GROUP_BYTES", 100)
     data = data_config(hf_directory, tmp_path, path)
-    dataset = Dataset(data, True, Gauge.from_config(data, model_config, 512))
+    dataset = Dataset(data, True, Measure.from_config(data, model_config, 512))
     (bad,) = dataset.skipped
     assert (len(dataset), bad.index, bad.id, bad.line) == (2, 1, "n1", None)
     assert bad.path == "cat.png (inside the record)" and "is not an image that Pillow can read" in bad.reason
@@ -131,4 +131,4 @@ def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_director
     path = write(tmp_path / "video.parquet", rows, "videos", arrow.list_(IMAGE))
     data = data_config(hf_directory, tmp_path, path)
     with pytest.raises(UserError, match="is embedded in the record, which only images may be"):
-        Dataset(data, gauge=Gauge.from_config(data, model_config, 512))
+        Dataset(data, measure=Measure.from_config(data, model_config, 512))

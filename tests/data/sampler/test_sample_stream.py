@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.sampler.sample_stream import shuffled
+from mm.data.sampler.sampler import shuffled
 from tests.data.oracle import plain_order
 
 sizes = st.integers(1, 60)

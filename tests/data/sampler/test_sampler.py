@@ -15,8 +15,15 @@ from mm.config.data import SamplerType as SamplerType
 from mm.config.run import Run, load_run
 from mm.data.sample import Lengths
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import shuffled
-from mm.data.sampler.sampler import BLOCK_SAMPLES, NUM_BUCKETS, SAMPLERS, bucket_stream, order_of, sampler_name
+from mm.data.sampler.sampler import (
+    BLOCK_SAMPLES,
+    NUM_BUCKETS,
+    SAMPLERS,
+    bucket_stream,
+    order_of,
+    sampler_name,
+    shuffled,
+)
 from tests.config.test_model import changed
 from tests.tiny import our_config
 

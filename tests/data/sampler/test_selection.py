@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.data.sampler import sample_stream
-from mm.data.sampler.sample_stream import chosen, split_off
+from mm.data.sampler import sampler
+from mm.data.sampler.sampler import chosen, split_off
 
 counts, seeds = st.integers(0, 200), st.integers(0, 2**31)
 
@@ -46,8 +46,8 @@ def test_the_validation_samples_come_from_a_permutation(count: int, step: int, r
     samples = np.concatenate([np.arange(0, count, step, dtype=np.uint32), np.arange(count, dtype=np.uint32)])
     different = np.unique(samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_stream, "_BATCH_SAMPLES", 256)
+        patch.setattr(sampler, "_BATCH_SAMPLES", 256)
         training, validation = split_off(samples, rate, seed)
-    expected = np.sort(sample_stream._random(seed, "validation").permutation(different)[: round(len(different) * rate)])
+    expected = np.sort(sampler._random(seed, "validation").permutation(different)[: round(len(different) * rate)])
     assert np.array_equal(validation, expected) and validation.dtype == np.uint32
     assert np.array_equal(training, samples[~np.isin(samples, expected)]) and training.dtype == np.uint32
