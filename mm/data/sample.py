@@ -122,7 +122,7 @@ class Sample:
 
     turns: tuple[Turn, ...]
     where: str
-    """``file:index``, the index counted from 0 within the file."""
+    """Its record for messages, as ``record_place`` names it."""
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -131,13 +131,11 @@ class Sample:
 
 
 class HasLengths(Protocol):
-    """Gives the lengths of the samples of a dataset, possibly without keeping all of them in memory."""
+    """The lengths of the samples of a dataset, perhaps on disk; ``of`` loads those of some samples."""
 
     def __len__(self) -> int: ...
 
-    def of(self, numbers: np.ndarray) -> "Lengths":
-        """The lengths of these samples, in the given order, loaded into memory."""
-        ...
+    def of(self, numbers: np.ndarray) -> "Lengths": ...
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,6 @@ class Lengths:
         return len(self.num_tokens)
 
     def of(self, numbers: np.ndarray) -> "Lengths":
-        """See ``HasLengths``."""
         return Lengths(*(getattr(self, one.name)[numbers] for one in fields(self)))
 
 
@@ -198,8 +195,8 @@ class BadSample:
 
 
 def numbered(what: str, index: int, name: str | int | None = None) -> str:
-    """``what``, its index and its ``name``.  One line of a file may contain a whole list, so the line number alone does
-    not identify a record."""
+    """``what``, its index and its ``name``: a line may contain a whole list, so its number does not identify a record.
+    """
     called = "" if name is None else f", id {_short(name)}"
     return f"{what} {index} (counted from 0{called})"
 
@@ -229,6 +226,6 @@ def described(value: Any) -> str:
 
 
 def _short(name: str | int) -> str:
-    """An id for messages: ``repr`` escapes control characters and lone surrogates; long ids are shortened."""
+    """An id for messages: ``repr`` escapes control characters and lone surrogates."""
     text = repr(name)
     return text if len(text) <= _ID_CHARACTERS else f"{text[: _ID_CHARACTERS - 3]}..."

@@ -30,12 +30,10 @@ from mm.families.known import FAMILIES
 def kept_lengths(
     lengths: Sequence[tuple[int, int]], limit: int, last_first: bool = False
 ) -> list[tuple[int, int]]:
-    """How many tokens of the question and answer of each turn to keep, given their ``lengths``; at most ``limit`` in
-    total.
+    """How many tokens of the question and answer of each turn to keep, at most ``limit`` in total.
 
-    LLaMA-Factory's rule (``infer_seqlen`` in its data/processor): turns take what they need, from the first one on or
-    from the last one back.  In the turn that does not fit, the longer part is cut; both are cut in proportion if each
-    takes more than half.
+    LLaMA-Factory's rule (its ``infer_seqlen``): turns take what they need, from the first one on or from the last one
+    back.  In the turn that does not fit, the longer part is cut, or both in proportion if each takes more than half.
     """
     kept = [(0, 0)] * len(lengths)
     for turn in reversed(range(len(lengths))) if last_first else range(len(lengths)):
@@ -51,18 +49,8 @@ def kept_lengths(
     return kept
 
 
-def kept_turns(lengths: Sequence[int], limit: int, last_first: bool = False) -> range:
-    """Which turns, given their ``lengths`` in tokens, are kept whole so that they fit in ``limit`` tokens.
-
-    As many as fit from the first one on, or with ``last_first`` from the last one back; none if that one alone is too
-    long.
-    """
-    num_kept = int(np.searchsorted(np.cumsum(lengths[::-1] if last_first else lengths), limit, side="right"))
-    return range(len(lengths) - num_kept, len(lengths)) if last_first else range(num_kept)
-
-
 _MASKS = [chr(code) for code in range(0xE000, 0xF8FF)]
-"""Private-use characters.  One that no message contains replaces control tokens while the template is rendered."""
+"""Private-use characters.  One that no message contains replaces control tokens in the template."""
 
 
 def load_tokenizer(directory: str, families: Sequence[Family] = FAMILIES) -> PreTrainedTokenizerBase:
@@ -123,10 +111,7 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders, tokenizes, labels and truncates conversations.
-
-    A sample without a system message gets the template's default, such as a default system prompt.
-    """
+    """Renders, tokenizes, labels and truncates conversations."""
 
     tokenizer: PreTrainedTokenizerBase
     seq_length: int
@@ -172,10 +157,9 @@ class ChatEncoder:
     def encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> EncodedText:
         """Encode a conversation whose images and videos have ``grids``, in reading order.
 
-        More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by ``kept_turns``.  A
-        cut never falls inside an image or video: it is moved to before the token that starts it, and that image and all
-        later ones of the question are dropped.  Raises UserError when the chat template does not render every answer,
-        image and video, and TooLongError when no turn would remain.
+        More than ``seq_length`` tokens are truncated by ``kept_lengths``, or with ``drops_turns`` by whole turns.  A
+        cut inside an image or video is moved to before the token that starts it.  Raises UserError when the chat
+        template does not render every answer, image and video, and TooLongError when no turn would remain.
         """
         turns, mask, masked = _masked(turns, self._control)
         text = self.render(turns)
@@ -187,7 +171,9 @@ class ChatEncoder:
         answers = [_covered(offsets, ends, span) for span in spans]
 
         if self.drops_turns:
-            num_system = _num_system_tokens(self._turn.match(text), offsets)
+            first = self._turn.match(text)
+            stop = first.end() if first is not None and first[1] == "system" else 0
+            num_system = int(np.searchsorted(offsets[:, 1], stop, side="right"))
             is_kept, num_dropped_turns = self._kept_turns(num_system, answers, len(token_ids))
         else:
             is_kept, num_dropped_turns = self._kept(answers, media, len(token_ids))
@@ -221,21 +207,16 @@ class ChatEncoder:
 
         The template writes one token per image or video; the model reads one per merged patch.
         """
-        places, repeats = self._media_places(token_ids, turns), np.ones(len(token_ids), dtype=np.int64)
-        repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
-        return places, repeats
-
-    def _media_places(self, token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-        """Positions of the single tokens that stand for the images and videos of ``turns``."""
         expected = [self.image_token_id if isinstance(item, Image) else self.video_token_id
                     for turn in turns if turn.role == "user" for item in turn.media]
         places = np.flatnonzero(np.isin(token_ids, (self.image_token_id, self.video_token_id)))
         if token_ids[places].tolist() != expected or (token_ids[places - 1] != self.vision_start_token_id).any():
             raise UserError(
                 f"the chat template renders {len(places)} of {len(expected)} images and videos, or not in order "
-                f"after {self.family.tokens.vision_start}; use {self.family.title}'s template."
-            )
-        return places
+                f"after {self.family.tokens.vision_start}; use {self.family.title}'s template.")
+        repeats = np.ones(len(token_ids), dtype=np.int64)
+        repeats[places] = [t * h * w // self.spatial_merge_size**2 for t, h, w in grids]
+        return places, repeats
 
     def _tokens(self, text: str, mask: str, masked: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int64 [num_tokens], and their spans in ``text``, int64 [num_tokens, 2].
@@ -263,15 +244,19 @@ class ChatEncoder:
         return np.array(ids, dtype=np.int64), np.array(offsets, dtype=np.int64).reshape(-1, 2)
 
     def _kept_turns(self, num_system: int, answers: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
-        """Which tokens are kept, bool [num_tokens], and the number of dropped turns."""
+        """Which tokens are kept, bool [num_tokens], and the number of dropped turns: as many whole turns as fit, from
+        the first one on, or with ``mask_history`` from the last one back."""
         starts = [num_system, *(answer.stop for answer in answers)]
         lengths = [answer.stop - start for start, answer in zip(starts, answers, strict=False)]
-        turns = kept_turns(lengths, self.seq_length - num_system, self.mask_history)
-        if not turns:
-            raise _too_long(num_system + lengths[-1 if self.mask_history else 0], self.seq_length)
+        direction = -1 if self.mask_history else 1
+        totals = num_system + np.cumsum(lengths[::direction])
+        num_kept = int(np.searchsorted(totals, self.seq_length, side="right"))
+        if not num_kept:
+            raise _too_long(int(totals[0]), self.seq_length)
+        first = len(lengths) - num_kept if self.mask_history else 0
         is_kept = np.zeros(num_tokens, dtype=bool)
-        is_kept[:num_system] = is_kept[starts[turns.start] : starts[turns.stop]] = True
-        return is_kept, len(lengths) - len(turns)
+        is_kept[:num_system] = is_kept[starts[first] : starts[first + num_kept]] = True
+        return is_kept, len(lengths) - num_kept
 
     def _kept(self, answers: Sequence[range], media: Sequence[range], num_tokens: int) -> tuple[np.ndarray, int]:
         """The same with LLaMA-Factory's rule."""
@@ -290,9 +275,9 @@ class ChatEncoder:
 
         ``for_generation``: append the header of an answer.
         """
-        messages: Any = [
-            {"role": turn.role, "content": _contents(turn) if turn.role == "user" else turn.text} for turn in turns
-        ]
+        messages: Any = [{"role": turn.role, "content": [
+            {"type": "text", "text": item} if isinstance(item, str) else {"type": item.kind} for item in turn.content
+        ] if turn.role == "user" else turn.text} for turn in turns]
         try:
             return cast(str, self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=for_generation))
@@ -308,8 +293,7 @@ class ChatEncoder:
         if [match[2] for match in rendered] != answers:
             raise UserError(
                 f"the chat template does not render each answer unchanged between '{tokens.turn_start}assistant' and "
-                f"'{tokens.turn_end}'; use {self.family.title}'s template."
-            )
+                f"'{tokens.turn_end}'; use {self.family.title}'s template.")
         return [(match.start(2), match.end()) for match in rendered]
 
 
@@ -331,28 +315,16 @@ def _masked(turns: Sequence[Turn], control: re.Pattern[str]) -> tuple[list[Turn]
             for turn in turns], mask, masked
 
 
-def _contents(turn: Turn) -> list[dict[str, str]]:
-    """A user turn in the form that transformers' chat templates take."""
-    return [{"type": "text", "text": item} if isinstance(item, str) else {"type": item.kind} for item in turn.content]
-
-
 def _num_placeholders(turns: Sequence[Turn]) -> int:
     """Media placeholders in message texts, which are plain text there."""
     texts = [item for turn in turns for item in turn.content if isinstance(item, str)]
     return sum(text.count(one.placeholder) for text in texts for one in KINDS.values())
 
 
-def _num_system_tokens(first: re.Match[str] | None, offsets: np.ndarray) -> int:
-    """Number of tokens of a rendered conversation's ``first`` turn if it is a system turn; else 0."""
-    stop = first.end() if first is not None and first[1] == "system" else 0
-    return int(np.searchsorted(offsets[:, 1], stop, side="right"))
-
-
 def _covered(offsets: np.ndarray, ends: np.ndarray, span: tuple[int, int]) -> range:
     """The expanded tokens that overlap ``span``; ``ends`` has the end of each token of ``offsets`` after expansion.
 
-    A token that starts before the span counts too: an answer's leading newline may share a token with the newline of
-    its header.
+    A token that starts before the span counts too: an answer's leading newline may share one with its header.
     """
     inside = np.flatnonzero((offsets[:, 1] > span[0]) & (offsets[:, 0] < span[1]))
     return range(int(ends[inside[0]]) - 1, int(ends[inside[-1]]))

@@ -72,15 +72,12 @@ class SampleEncoder:
                 pairs.append((f"{name} of videos", of_videos, key, getattr(vision, key)))
         refuse(
             f"{name} is {found} in {directory}, but {key} is {expected} in the model JSON; they must be equal."
-            for name, found, key, expected in pairs
-            if found != expected
-        )
+            for name, found, key, expected in pairs if found != expected)
         largest = max(chat.tokenizer.get_vocab().values())
         if largest >= model.language.vocab_size:
             raise UserError(
                 f"the tokenizer in {directory} has ids up to {largest}, but text_decoder.vocab_size is "
-                f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model."
-            )
+                f"{model.language.vocab_size}: some tokens would have no embedding; give the tokenizer of this model.")
         # Encoding a conversation with every kind of part detects another model's template early.
         conversation = [Turn("user", (Image(""), "question", Video(""))), Turn("assistant", ("answer",))]
         with naming(directory):
@@ -109,10 +106,7 @@ class SampleEncoder:
         return self.filled(self._prompt(prompt))
 
     def prompt_length(self, prompt: Sample) -> int:
-        """Number of tokens of a prompt, from the headers of its images and videos.
-
-        Raises UserError as ``encode`` does, and if no position remains for an answer.
-        """
+        """Number of tokens of a prompt.  Raises UserError also if no position remains for an answer."""
         return self._prompt(prompt).microbatch.num_tokens
 
     def _prompt(self, prompt: Sample) -> "Outline":

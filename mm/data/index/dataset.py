@@ -74,7 +74,6 @@ class TrainedOn:
         return validated(cls, content, folder, "data")
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest."""
         return asdict(self)
 
     def followed_by(
@@ -140,7 +139,7 @@ class IndexedFile:
     reader: Reader
     index: RecordIndex
     file_sha256: str | None
-    """If known."""
+    """None if nothing was measured; see ``content``."""
     num_samples: int = 0
     """Number of samples in use, including those set aside for validation."""
 
@@ -149,8 +148,7 @@ class IndexedFile:
 
     @property
     def content(self) -> str:
-        """SHA-256 of the file, which does not depend on where it is.  Raises UserError when it can no longer be read.
-        """
+        """SHA-256 of the file.  Raises UserError when it can no longer be read."""
         return self.file_sha256 or self.reader.file.content_hash()
 
     def usable(self) -> np.ndarray:
@@ -172,8 +170,7 @@ class IndexedFile:
             return self.reader.sample(record, number)
 
     def bad_sample(self, number: int, reason: str) -> BadSample:
-        """The entry of a record, found good by the check, in the list of bad samples.  Raises UserError as ``record``
-        does."""
+        """A record that the check found good.  Raises UserError as ``record`` does."""
         record, sample = self.record(number), None
         with suppress(UserError):
             sample = self.reader.sample(record, number)
@@ -185,7 +182,7 @@ class IndexedFile:
         return record_place(self.reader.file.path, number)
 
     def named(self, number: int) -> str:
-        """A record as notes name it."""
+        """The same with its id."""
         return record_place(self.reader.file.path, number, name_of(self.record(number)))
 
     def notes(self, seq_length: int | None) -> Iterator[str]:
@@ -289,9 +286,8 @@ _BATCH = 1 << 20
 class Dataset:
     """The samples of ``config.dataset`` in file order, or those set aside for validation.
 
-    The positions and lengths of samples are not in memory but mapped from the index, so all processes of a node share
-    them.  Pickles small into data workers.  ``config.max_samples`` limits the dataset to its first samples, over all
-    files.
+    Positions and lengths are mapped from the index, so all processes of a node share them, and it pickles small into
+    data workers.
     """
 
     def __init__(
@@ -307,7 +303,7 @@ class Dataset:
         cannot be used are left out; only an unreadable file, or a dataset without any good sample, is an error.
         Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
-        self._config, self._gauge, self._store = config, measure, Store.of(config)
+        self._config, self._measure, self._store = config, measure, Store.of(config)
         self.files, self.skipped = open_files(config, self._store, skips_bad, measure, split)
         """Samples that were left out because they cannot be used; empty in data workers."""
         self._columns = Columns(tuple(file.index.rows for file in self.files), self._chosen(seed, split))
@@ -343,17 +339,18 @@ class Dataset:
     @cached_property
     def notes(self) -> list[str]:
         """Damaged files of the index; oddities of good samples; what long samples lost."""
-        limit = self._gauge and self._gauge.encoder.chat.seq_length
+        limit = self._measure and self._measure.encoder.chat.seq_length
         found = list(dict.fromkeys(self._store.notes))
         found += [note for file in self.files for note in file.notes(limit)]
         if limit is not None:
             dropped = self.column("num_dropped_tokens")
             if len(numbers := np.flatnonzero(dropped)):
                 longest = (dropped[numbers] + self.column("num_tokens")[numbers]).max()
+                first = numbers[:NUM_NAMED].tolist()
                 found.append(
                     f"{len(numbers)} of {len(self)} samples are longer than --seq-length {limit} and lose "
                     f"{dropped.sum(dtype=np.int64)} tokens in total; the longest has {longest}: raise --seq-length to "
-                    f"keep more.  {first_of(map(self._named, numbers[:NUM_NAMED].tolist()))}")
+                    f"keep more.  {first_of(file.named(number) for file, number in map(self._place, first))}")
         return found
 
     def __len__(self) -> int:
@@ -371,7 +368,7 @@ class Dataset:
 
     @property
     def num_too_long(self) -> int:
-        """Number of samples left out because no turn fits."""
+        """Samples left out because no turn fits."""
         return sum(len(file.too_long()) for file in self.files)
 
     def __getitem__(self, index: int) -> Sample:
@@ -379,24 +376,17 @@ class Dataset:
         file, number = self._place(index)
         return file.sample(number)
 
-    def _named(self, index: int) -> str:
-        file, number = self._place(index)
-        return file.named(number)
-
     def refuse_changed(self, index: int, encoded: Microbatch) -> None:
         """Raises UserError if sample ``index``, now ``encoded``, has other lengths than the check has measured."""
         file, number = self._place(index)
         row = file.index.rows.array[number]
-        if self._gauge is not None and (row["num_tokens"], row["num_patches"]) != (
+        if self._measure is not None and (row["num_tokens"], row["num_patches"]) != (
                 encoded.num_tokens, encoded.num_patches):
             raise UserError(f"{file.where(number)}: an image or video of it has changed since it was measured; run "
                             f"'mm-data check --again', and start again.")
 
     def bad_sample(self, index: int, error: UserError) -> BadSample:
-        """The entry for sample ``index``, which cannot be used because of ``error``, in the list of bad samples.
-
-        Raises UserError when its file has changed since the check.
-        """
+        """The entry of sample ``index`` in the list of bad samples.  Raises UserError when its file has changed."""
         file, number = self._place(index)
         return file.bad_sample(number, error.problems[0])
 
@@ -414,7 +404,7 @@ class Dataset:
     @property
     def columns(self) -> Columns:
         """The measurements of all samples; they must have been measured."""
-        assert self._gauge is not None, "nothing was measured"
+        assert self._measure is not None, "nothing was measured"
         return self._columns
 
     @cached_property
@@ -445,8 +435,7 @@ def datasets(
 ) -> Mapping[Split, Dataset]:
     """The training samples, and with ``with_validation`` the validation samples if there are any.
 
-    A split that cannot be opened is left out, and its errors are added to ``problems``, so that the errors of all
-    splits are reported together.
+    A split that cannot be opened is left out, and its errors are added to ``problems``.
     """
     found: dict[Split, Dataset] = {}
     with collected(problems):

@@ -51,8 +51,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Rows:
-    """A table that the processes of a node map into memory and share.  Pickles as the path of its file if it has one.
-    """
+    """A table that the processes of a node map into memory and share; if it has a file, it pickles as its path."""
 
     def __init__(self, array: np.ndarray, path: str | None = None) -> None:
         self.array, self.path = array, path
@@ -76,10 +75,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """The measurements of all samples of a dataset, column by column, from the indexes of its files.
-
-    Only requested data are loaded into memory, and it pickles as file paths.
-    """
+    """The measurements of all samples of a dataset, loaded on request from the indexes of its files."""
 
     files: tuple[Rows, ...]
     """For each file, the columns of ``ROW`` of all its records."""
@@ -232,7 +228,7 @@ _MANY_KEYS = "more keys that nothing reads"
 
 @dataclass(frozen=True)
 class Reader:
-    """How the records of one file become samples; a ``measure`` measures them."""
+    """How the records of one file become samples."""
 
     file: RecordFile
     attr: Attributes
@@ -279,7 +275,7 @@ class _CheckedBlock:
 
 @dataclass
 class Checker:
-    """Checks blocks of one file; nothing is measured if its reader has no ``measure``.  Pickles into workers."""
+    """Checks blocks of one file, and measures them if its reader has a ``measure``.  Pickles into workers."""
 
     reader: Reader
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
@@ -333,8 +329,7 @@ def make_index(
 ) -> RecordIndex:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Its rows are written to an unnamed file, so they take no memory in this process.  Raises UserError when the file
-    changes during the check.
+    Rows go to an unnamed file instead of memory.  Raises UserError when the file changes during the check.
     """
     file, problems = checker.reader.file, list[str]()
     found, num_rows, num_usable = _CheckedBlock(np.empty(0, ROW)), 0, 0

@@ -1,6 +1,4 @@
-"""Measures samples as they will be after encoding, from the headers of their media, without decoding.
-
-The encoder itself renders, tokenizes and truncates the text, as in training.
+"""Measures samples as they will be after encoding: the encoder itself on the headers of their media, without decoding.
 """
 
 import hashlib
@@ -88,10 +86,9 @@ def _facts(value: Any) -> Any:
 def sample_lengths(
     measure: Measure, sample: Sample, known: dict[Media, Grid]
 ) -> tuple[dict[str, int], int, tuple[Grid, ...]]:
-    """The columns of ``ROW`` that depend on the encoder, the number of words like control tokens, and the grids of all
-    media, in order.
+    """The columns of ``ROW`` that depend on the encoder, the number of words like control tokens, and all grids.
 
-    ``known`` caches grids across samples.  Raises UserError for media that cannot be read and for samples without any
+    ``known`` caches grids across samples.  Raises UserError for media that cannot be read and samples without any
     target left, and TooLongError where whole turns are dropped and none would remain.
     """
     encoder = measure.encoder
@@ -130,8 +127,8 @@ def _check(measure: Measure, grids: tuple[Grid, ...], num_targets: int) -> None:
 
 
 def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
-    """Whether an answer contains coordinates outside all images as the model sees them: a sign that coordinates of
-    the original files were kept although the images are resized.  The model uses pixels of the resized image."""
+    """Whether an answer contains coordinates outside all images as the model sees them: a sign that they refer to the
+    original files, although the model uses pixels of the resized image."""
     largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
     if not largest:
         return False

@@ -1,9 +1,8 @@
 """The cache of ViT outputs: with a frozen ViT, its features of images and videos are kept over epochs and runs.
 
-``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches in the processor's order, as output by the ViT's
-last layer, and their crc32.  The key covers the content of the media file, everything that determines its pixels, and
-the ViT, so a stale file is never used.  The rank that reads the data looks features up here;
-``mm.data.loader.feature_writer`` writes them.
+``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches as output by the ViT's last layer, and their crc32.
+The key covers the content of the media file, everything that determines its pixels, and the ViT, so a stale file is
+never used.  Data owners look features up here; ``mm.data.loader.feature_writer`` writes them.
 """
 
 import hashlib

@@ -19,7 +19,7 @@ from mm.data.workers import Prepared
 from mm.errors import UserError, add_note
 
 _PLANNED_AHEAD = 2
-"""Steps planned before they are requested.  The loader requests as far ahead as its workers prepare."""
+"""Steps planned before they are requested."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,11 @@ class StepLoader(Iterator[ReadStep]):
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[StepSamples], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
-        """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
-        samples becomes one token that is not a target.
+        """``steps``, perhaps endless, gives the samples of each microbatch; one without any gets a token without loss.
 
-        ``steps`` is consumed as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers
-        the calling thread encodes.  ``skips_bad``: samples that cannot be used are left out and reported.
-        ``features``: the cache of ViT outputs, used instead of pixels if it has all media of a microbatch.
+        Each worker prepares ``prefetch_factor`` microbatches ahead; without workers the calling thread encodes.
+        ``skips_bad``: samples that cannot be used are left out and reported.  ``features``: the cache of ViT outputs,
+        used instead of pixels if it has all media of a microbatch.
         """
         read = _ReadMicrobatch(dataset, encoder, skips_bad, features)
         self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
@@ -71,16 +70,14 @@ class StepLoader(Iterator[ReadStep]):
 def planned_steps(make_order: Callable[[], SampleOrder], num_workers: int) -> Iterator[StepSamples]:
     """The endless steps of one replica, planned ahead by a process of their own; without workers, by this thread.
 
-    Planning takes time in proportion to the global batch: a second of Python for 100,000 samples, during which this
-    process could launch no work on its device.
+    A global batch of 100,000 samples takes a second of Python, in which this process could launch no work.
     """
     return Prepared(_PlanStep(make_order), count(), min(num_workers, 1), _PLANNED_AHEAD)
 
 
 @dataclass(frozen=True)
 class _PlanStep:
-    """Plans a step, given its number.  Pickles small: the order, in proportion to the dataset, is made where it is
-    used."""
+    """Plans a step, given its number.  Pickles small: the order is made where it is used."""
 
     make_order: Callable[[], SampleOrder]
 
@@ -104,7 +101,7 @@ def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]
 class _ReadMicrobatch:
     """Reads one microbatch; returns it with bad samples, and whether it is the last of its step.
 
-    A UserError is returned, not raised: raised in a worker, its message would be buried in a traceback.
+    A UserError is returned, because raised in a worker it would have a traceback.
     """
 
     dataset: Dataset
@@ -175,9 +172,6 @@ def _noting(where: str) -> Iterator[None]:
 
 
 def _stand_in(*samples: int) -> Microbatch:
-    """Replaces a sample that is left out, so that no rank and no pack becomes empty.
-
-    Token 0 exists in every vocabulary.
-    """
+    """One token without loss in place of a sample that is left out, so that no rank and no pack becomes empty."""
     nothing = torch.zeros(1, dtype=torch.int64)
     return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)

@@ -83,7 +83,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class ValidationReader:
-    """Reads the validation samples on a rank that owns data, again for each validation."""
+    """Reads the validation samples on a data owner, again for each validation."""
 
     dataset: Dataset
     order: ValidationOrder
@@ -97,7 +97,7 @@ class ValidationReader:
         return cls(dataset, validation_order(run, dataset.columns), measure, run, dp_rank)
 
     def plan(self) -> ValidationPlan:
-        """The facts that this reader's rank sends to all ranks; the same on every rank that owns data."""
+        """What a data owner sends to all ranks; the same on each."""
         facts = self.order.num_samples, [one.identity for one in self.dataset.fingerprints()]
         fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)

@@ -116,10 +116,10 @@ def _first_at(header: VideoHeader, seconds: float | None, default: int, is_after
 
 
 def vl_utils_frames(clock: Clock, rule: FrameRule) -> np.ndarray:
-    """Ascending indices of the frames that qwen-vl-utils takes (``smart_nframes``); may contain duplicates.
+    """Ascending indices of the frames that qwen-vl-utils takes (``smart_nframes``), perhaps with duplicates.
 
-    qwen-vl-utils refuses videos with fewer frames than its minimum; here such a video gives all its frames.  Raises
-    ValueError when ``rule.num_frames`` is more than the video has.
+    A video with fewer frames than its minimum, which it refuses, gives all frames.  Raises ValueError when
+    ``rule.num_frames`` is more than the video has.
     """
     total, factor = clock.num_frames, FRAME_FACTOR
     if rule.num_frames is not None:
@@ -173,10 +173,8 @@ def wanted_frames(clock: Clock, numbers: np.ndarray, is_upright: bool) -> Wanted
 
 
 def most_frame_pixels(max_pixels: int, min_pixels: int, total_pixels: int, num_frames: int) -> int:
-    """The most pixels per frame by qwen-vl-utils' rule, for a video of ``num_frames`` (its ``fetch_video``).
-
-    An even share of ``total_pixels``, where two frames count as one, but at least 5% above ``min_pixels``.
-    """
+    """The most pixels per frame in qwen-vl-utils' ``fetch_video``: an even share of ``total_pixels``, where two frames
+    count as one, but at least 5% above ``min_pixels``."""
     share = max(min(VL_UTILS_FRAME_PIXELS, total_pixels / num_frames * FRAME_FACTOR), int(min_pixels * 1.05))
     return min(max_pixels, int(share))
 
@@ -208,10 +206,6 @@ class VideoPlan:
     """Sizes to which each frame is resized before its final size."""
 
 
-def backend_of(data: DataConfig) -> str:
-    return data.video_backend or "pyav"
-
-
 @dataclass(frozen=True)
 class VideoProcessor:
     """Sizes, constants and settings for videos."""
@@ -227,17 +221,15 @@ class VideoProcessor:
     @property
     def backend(self) -> str:
         """The library that decodes video files."""
-        return backend_of(self.data)
+        return self.data.video_backend or "pyav"
 
     @classmethod
     def from_config(cls, data: DataConfig, images: ImageProcessor) -> "VideoProcessor":
-        """Raises UserError when the backend is not installed, or when the bounds of ``data`` contradict the
-        checkpoint's constants.
+        """Raises UserError when the backend is not installed, or the bounds of ``data`` contradict the checkpoint's.
 
-        If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError:
-        datasets without videos do not need them.
+        If the checkpoint's constants for videos are missing or wrong, planning a video raises VideoConstantsError.
         """
-        if (why := missing_backend(backend_of(data))) is not None:
+        if (why := missing_backend(data.video_backend or "pyav")) is not None:
             raise UserError(f"video_backend is {data.video_backend!r}, which cannot be imported ({why}); install it, "
                             f"or use \"pyav\".")
         try:
@@ -247,8 +239,7 @@ class VideoProcessor:
         if not _is_llama_factory(data) and data.video_max_pixels < constants.min_pixels:
             raise UserError(
                 f"video_max_pixels = {data.video_max_pixels} is below min_pixels = {constants.min_pixels} of the "
-                f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it."
-            )
+                f"checkpoint in {data.model_name_or_path}, which leaves no size; raise it.")
         return cls(constants, data, images.is_upright)
 
     def plan(self, video: Video) -> VideoPlan:
@@ -311,11 +302,7 @@ class VideoProcessor:
         return sizes[0], np.array(numbers), len(numbers) / rate, wanted
 
     def patches(self, plan: VideoPlan) -> Tensor:
-        """Decode, resize and cut the frames of a plan.
-
-        Returns uint8 [num_patches, channels x frames x patch_size x patch_size]; patches that are merged into one
-        visual token are contiguous.  Raises UserError naming the file.
-        """
+        """The decoded, resized and cut frames, as ``ImageProcessor.to_patches`` returns them; raises UserError."""
         (pairs, rows, columns), pairing = plan.grid, self.constants.temporal_patch_size
         values = torch.empty(pairs, rows * columns, 3 * pairing * self.constants.patch_size**2, dtype=torch.uint8)
         frames = self._resized(plan)

@@ -78,10 +78,10 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]")
 
 
 def content_of(content: Any, role: str, where: str, name: str) -> Content:
-    """The items of a message's ``content``, found under the key ``name`` in the message ``where``.
+    """The items of a message's ``content``, text or a list of OpenAI's or Qwen's, found under the key ``name``.
 
-    Only user turns contain media: in other roles, placeholders are text and media in lists are refused.  Adjacent
-    texts are merged.  OpenAI's ``detail`` of an image is ignored.  Raises UserError for invalid content.
+    Only user turns contain media: in other roles, placeholders are text and media in lists are refused.  Media without
+    a path take the next one of the record's columns later.  Raises UserError for invalid content.
     """
     if isinstance(content, str):
         pieces: list[str | Media] = [content]
@@ -176,11 +176,6 @@ def _checked_settings(settings: dict[str, Any], where: str, is_listed: bool) -> 
 def unread(value: Mapping[str, Any], read: Container[str]) -> list[str]:
     """The keys of a record or message that nothing reads, besides ``read``: neither metadata nor empty."""
     return [key for key in value if key not in read and key not in HARMLESS and not _is_empty(value[key])]
-
-
-def unread_of_message(message: Mapping[str, Any], read: Container[str]) -> list[str]:
-    """The same for a message whose keys were not refused."""
-    return [key for key in unread(message, read) if key not in _LOSS]
 
 
 def _is_empty(value: Any) -> bool:
@@ -287,17 +282,14 @@ def read_sample(record: Any, attr: Attributes, media: MediaRoots, where: str, is
 
 
 def unread_keys(record: dict[str, Any], attr: Attributes) -> list[str]:
-    """The keys of a good ``record`` and its messages that nothing reads, as messages name them, each once.
-
-    None of them is known to matter, or to be metadata.
-    """
+    """The keys of a good ``record`` and its messages that nothing reads, as messages name them, each once."""
     column = _talk_column(record, attr)
     found = [(key, "") for key in unread(record, _read_keys(attr, column))]
     messages = [] if column is None else record[column]
     tags = _tags_of(messages, attr)
     for message in messages:
         if len(message) > 2:
-            found += [(key, " of a message") for key in unread_of_message(message, (tags.role, tags.content))]
+            found += [(key, " of a message") for key in unread(message, (tags.role, tags.content)) if key not in _LOSS]
         if isinstance(message[tags.content], list):
             texts = (item for item in message[tags.content] if isinstance(item, dict) and "text" in item)
             found += [(key, " of a text") for item in texts for key in unread(item, ("type", "text"))]

@@ -7,7 +7,6 @@ that halve the difference between them.  Pure functions of integers: every rank 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 import numpy as np
 
@@ -43,10 +42,7 @@ def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budge
 
 
 class _Packs:
-    """Packs, indexed by free room.
-
-    A bitmap of the amounts of room that exist finds the pack to use, so time grows with the number of samples, not with
-    the number of packs.
+    """Packs, indexed by free room: a bitmap of the amounts of room that exist finds the pack to use in constant time.
     """
 
     def __init__(self, size: int, members: Sequence[list[int]] = (), rooms: Sequence[int] = ()) -> None:
@@ -79,10 +75,9 @@ class _Packs:
 
 
 _NUM_ROUNDS = 10
-"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer, and take
-twice as long."""
+"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer."""
 _NUM_RANK_ROUNDS = 40
-"""Limit of rounds between ranks.  Most steps need fewer than ten; one with a sample as costly as a rank needs more."""
+"""Limit of rounds between ranks.  Most steps need fewer than ten."""
 _NUM_PARTNERS = 4
 """Number of cheap packs or ranks in which a costly one looks for the best swap."""
 _MAX_WIDTH = 48
@@ -92,20 +87,6 @@ _CLOSE = 512
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
-
-
-class HasSizes(Protocol):
-    """Gives the cost and size of each sample of a dataset."""
-
-    def __len__(self) -> int: ...
-
-    def all_costs(self) -> np.ndarray:
-        """int64 [num_samples]."""
-        ...
-
-    def of(self, numbers: np.ndarray) -> "Sizes":
-        """The sizes of these samples, in the given order."""
-        ...
 
 
 @dataclass(frozen=True)

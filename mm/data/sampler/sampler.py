@@ -8,10 +8,8 @@ nothing is dropped, and the seed has an effect.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +19,6 @@ from mm.data.sample import HasLengths
 from mm.data.sampler.balance import (
     Budget,
     Groups,
-    HasSizes,
     Sizes,
     dealt,
     even_groups,
@@ -33,6 +30,7 @@ from mm.data.sampler.cost import SampleSizes
 
 StepSamples = list[list[int]]
 """The sample numbers in each microbatch of one rank."""
+HasSizes = SampleSizes | Sizes
 Deal = Callable[[np.ndarray], list[StepSamples]]
 """Maps the samples of a global batch to what each rank takes; each sample once.  The same on every rank."""
 
@@ -71,11 +69,10 @@ class Stream:
 
 def shuffled(num_samples: int, seed: int, shuffle: bool = True) -> Stream:
     """Each epoch in a new random order, or in file order without ``shuffle``."""
-    return Stream(num_samples, partial(_shuffled_epoch, num_samples, seed) if shuffle else None)
+    def of_epoch(epoch: int) -> np.ndarray:
+        return permutation(generator(seed, epoch), num_samples)
 
-
-def _shuffled_epoch(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(generator(seed, epoch), num_samples)
+    return Stream(num_samples, of_epoch if shuffle else None)
 
 
 def permutation(random: np.random.Generator, count: int) -> np.ndarray:
@@ -86,8 +83,7 @@ def permutation(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """The random generator of an epoch."""
-    # SeedSequence mixes the two, so that (seed 1, epoch 0) and (seed 0, epoch 1) are unrelated.
+    """The random generator of an epoch; SeedSequence mixes the two numbers."""
     return np.random.default_rng(np.random.SeedSequence([seed, epoch]))
 
 
@@ -117,13 +113,6 @@ class SampleOrder:
     def step(self, number: int) -> StepSamples:
         """The same for this rank."""
         return self.of_ranks(number)[self.dp_rank]
-
-    def steps(self) -> Iterator[StepSamples]:
-        """All steps of this rank after ``consumed_samples``, endless."""
-        number = 0
-        while True:
-            yield self.step(number)
-            number += 1
 
 
 _BATCH_SAMPLES = 1 << 20
@@ -210,22 +199,9 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
     return Stream(num_samples, of_epoch)
 
 
-def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[StepSamples]:
-    """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
-
-    Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.
-    """
-    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")].reshape(-1, dp_size, micro_batch_size)
-    ordered[1::2] = ordered[1::2, ::-1].copy()
-    return in_turn(ordered.reshape(-1), micro_batch_size, dp_size)
-
-
 PACKS_OF_STAGE = 4
-"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
-
-A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: at most a fifth with four
-per stage.  Twice as many would save up to another tenth, but halve the tokens in each.
-"""
+"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.  With four, a pipeline idles
+for at most a fifth of its time; twice as many would save up to another tenth, but halve the tokens in each."""
 
 
 @dataclass(frozen=True)
@@ -244,17 +220,11 @@ class BatchShares:
     """Number of pipeline stages."""
 
 
-class DealBySizes(Protocol):
-    """Maps the samples of a global batch to what each rank takes."""
-
-    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]: ...
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Orders all samples, and distributes those of a global batch over the ranks."""
 
-    deal: DealBySizes
+    deal: Callable[[np.ndarray, HasSizes, BatchShares], list[StepSamples]]
     has_buckets: bool = False
     """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
 
@@ -262,7 +232,7 @@ class Sampler:
         """The stream of all samples, and the function that distributes a global batch of it."""
         stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
             shuffled(len(sizes), seed, shuffle))
-        return stream, partial(self.deal, sizes=sizes, shares=shares)
+        return stream, lambda samples: self.deal(samples, sizes, shares)
 
 
 def sampler_name(data: DataConfig) -> str:
@@ -281,8 +251,7 @@ def order_description(run: Run) -> str:
 def order_of(
     run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int, sizes: SampleSizes | None = None
 ) -> SampleOrder:
-    """What replica ``dp_rank`` trains on.  ``lengths`` covers all samples; ``sizes`` are theirs, computed here if
-    absent."""
+    """What replica ``dp_rank`` trains on; ``sizes``, if given, are those of ``lengths``."""
     data, args = run.data, run.args
     shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
     sizes = sizes or SampleSizes(run.model, lengths)
@@ -291,7 +260,6 @@ def order_of(
 
 
 def budget_of(run: Run) -> Budget:
-    """The limits of one pack in ``run``."""
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
@@ -301,8 +269,14 @@ def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Ste
 
 
 def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
-    """Deal in turn, in order of cost."""
-    return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
+    """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
+
+    Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.
+    """
+    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")]
+    rounds = ordered.reshape(-1, shares.dp_size, shares.micro_batch_size)
+    rounds[1::2] = rounds[1::2, ::-1].copy()
+    return plain(rounds.reshape(-1), sizes, shares)
 
 
 def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
@@ -318,8 +292,8 @@ def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[St
 def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Packs of even cost; all ranks cost the same.
 
-    As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
-    half-full pack costs half, while a pipeline without enough microbatches idles.
+    As few packs per rank as the budget allows, but enough for the stages of the pipeline: a half-full pack costs half,
+    while a pipeline without enough microbatches idles.
     """
     own, wanted = sizes.of(samples), PACKS_OF_STAGE * shares.num_stages if shares.num_stages > 1 else 1
     packs = even_packs(own, shares.budget, shares.dp_size, shares.unit, wanted)

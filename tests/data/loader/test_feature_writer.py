@@ -39,7 +39,7 @@ def test_the_limit_counts_existing_files_and_other_writers(tmp_path: Path, capfd
     writer.close()
     assert used_bytes(str(tmp_path)) == FILE_BYTES
     bounded = FeatureWriter(str(tmp_path), 3, 4 * FILE_BYTES, 2)
-    bounded.keep([made(*KEYS), made(KEYS[3])])
+    bounded.enqueue([made(*KEYS), made(KEYS[3])])
     bounded.close()
     assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, False, False]
     assert capfd.readouterr().err == (f"warning: rank 3: ViT features are no longer kept; training continues "

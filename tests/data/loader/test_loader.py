@@ -1,6 +1,6 @@
 import time
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 import psutil
 import pytest
@@ -34,7 +34,7 @@ def make_loader(write_dataset, model_config):
         encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
         skips_bad = changes.pop("skips_bad", False)
         num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        steps = plain_order(len(dataset), **{**values, **changes}).steps()
+        steps = map(plain_order(len(dataset), **{**values, **changes}).step, count())
         loaders.append(StepLoader(dataset, encoder, steps, num_workers, skips_bad=skips_bad))
         return loaders[-1]
 

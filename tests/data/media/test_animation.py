@@ -13,7 +13,7 @@ from mm.data.encode.encoder import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Measure
 from mm.data.media.image_decode import load_image
-from mm.data.media.video_decode import animation_frames, animation_header
+from mm.data.media.video_decode import animation_header, frames_of
 from mm.data.media.video_patches import Clock, wanted_frames
 from mm.data.records.formats import read_sample
 from mm.data.records.roots import MediaRoots
@@ -61,7 +61,7 @@ def test_an_animation_is_a_video_with_its_own_times(folder, name):
     assert header.times.tolist() == [0, *np.cumsum(durations[:-1]).tolist()]
     assert header.stated_duration == sum(durations) and header.last_duration == durations[-1]
     clock = Clock.of(header, None, None)
-    found = list(animation_frames(path, wanted_frames(clock, np.array([0, 2, 4]), True)))
+    found = list(frames_of(path, wanted_frames(clock, np.array([0, 2, 4]), True), "pyav"))
     with PillowImage.open(path) as image:
         for pixels, number in zip(found, (0, 2, 4), strict=True):
             image.seek(number + (name == "hidden.png"))
@@ -77,7 +77,7 @@ def test_transparent_parts_of_a_gif_are_white_and_frames_without_a_time_last_a_t
     header = animation_header(str(tmp_path / "a.gif"))
     assert header.times.tolist() == [0, 100]
     wanted = wanted_frames(Clock.of(header, None, None), np.array([1]), True)
-    (pixels,) = animation_frames(str(tmp_path / "a.gif"), wanted)
+    (pixels,) = frames_of(str(tmp_path / "a.gif"), wanted, "pyav")
     assert pixels[0, 0].tolist() == [255, 255, 255] and pixels[0, 30].tolist() == [200, 0, 0]
 
 

@@ -74,7 +74,7 @@ def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
     assert [time * header.time_base for time in header.times.tolist()] == times
     clock = Clock.of(header, None, None)
     for numbers in ([0], [39], [17], [9, 25], [2, 3, 30, 38], range(40)):
-        found = video_decode.pyav_frames(path, wanted_frames(clock, np.array(numbers), True))
+        found = video_decode.frames_of(path, wanted_frames(clock, np.array(numbers), True), "pyav")
         assert all(np.array_equal(one, frames[n]) for one, n in zip(found, numbers, strict=True))
 
 
@@ -88,7 +88,7 @@ def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypat
                         lambda self: (decoded.append(one[0].pts) or one for one in frames_of(self)))
     header = read_header(path, True)
     wanted = wanted_frames(Clock.of(header, None, None), np.array([20, 150]), True)
-    assert len(list(video_decode.pyav_frames(path, wanted))) == 2
+    assert len(list(video_decode.frames_of(path, wanted, "pyav"))) == 2
     assert len(decoded) <= 2 * (8 + 16 + 2)
 
 
