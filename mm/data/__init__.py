@@ -9,7 +9,7 @@ The path of a record, top to bottom, with the rooms that handle each step:
         |   index/     before a run: every record checked and measured (measure), cached (index), numbered (dataset)
         |   sampler/   from lengths alone: which samples form a microbatch, for which replica, in which step
         |   media/     headers, then pixels: images and frames of videos as patches for the ViT
-        |   encode/    text as token ids and labels (chat), and a position for each (encoder)
+        |   encode.py  text as token ids and labels, and a position for each
         v
     Microbatch         token ids, labels, positions and patches, of one sample, then of all that are packed together
         |   loader/    loader: worker processes (workers.py) prepare steps ahead

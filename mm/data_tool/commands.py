@@ -18,8 +18,7 @@ from mm.batch import IGNORE_INDEX, Microbatch
 from mm.config.data import read_data
 from mm.config.model import ModelConfig, read_model
 from mm.console import Progress, ongoing
-from mm.data.encode.chat import load_tokenizer
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder, load_tokenizer
 from mm.data.index.dataset import Dataset, Split, datasets, notes_of
 from mm.data.index.measure import Measure
 from mm.data.sample import BadSample, Sample

@@ -14,7 +14,7 @@ from typing import Any
 from mm.config.data import DataConfig
 from mm.config.generate import Asking
 from mm.config.model import ModelConfig
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, content_of, num_media, read_sample, with_places
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots

@@ -21,7 +21,7 @@ from mm.config.data import DataConfig
 from mm.config.generate import Asking, Decoding
 from mm.config.model import LanguageConfig, ModelConfig
 from mm.console import loading, ongoing
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.device.device import Device
 from mm.environment import software
 from mm.errors import UserError, sorted_notes

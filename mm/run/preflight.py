@@ -21,7 +21,7 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import step_problems
 from mm.config.run import Run
 from mm.console import Progress
-from mm.data.encode.encoder import image_processor
+from mm.data.encode import image_processor
 from mm.data.index.dataset import Dataset, Split, TrainedOn, datasets, notes_of
 from mm.data.index.measure import Measure
 from mm.data.loader.quarantine import too_many_bad

@@ -16,7 +16,7 @@ from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, holds_nothin
 from mm.checkpoint.training_files import tidy
 from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, Split, datasets
 from mm.data.index.measure import Measure
 from mm.environment import named_in_script

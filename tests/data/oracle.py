@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen
 
 from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.sample import Sample, Video
 from mm.data.sampler.sampler import SampleOrder, in_turn, shuffled
 

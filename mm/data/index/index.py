@@ -25,7 +25,7 @@ import numpy as np
 from mm.batch import Grid
 from mm.config.data import Attributes, DataConfig
 from mm.console import Progress
-from mm.data.encode.chat import TooLongError
+from mm.data.encode import TooLongError
 from mm.data.index.measure import BAD, ROW, TOO_LONG, Measure, has_boxes_outside, is_usable, sample_lengths
 from mm.data.media.video_patches import VideoConstantsError
 from mm.data.records.formats import read_sample, unread_keys

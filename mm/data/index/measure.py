@@ -18,7 +18,7 @@ from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.console import ongoing
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.sample import Media, Sample
 from mm.errors import UserError
 from mm.families.family import Family

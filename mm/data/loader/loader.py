@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mm.batch import IGNORE_INDEX, Microbatch
-from mm.data.encode.encoder import Outline, SampleEncoder
+from mm.data.encode import Outline, SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.loader.feature_cache import FeatureCache
 from mm.data.sample import BadSample

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyarrow import Table, parquet
 
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, changed
 from mm.data.index.measure import Measure
 from mm.data.loader.loader import StepLoader

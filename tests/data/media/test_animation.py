@@ -9,7 +9,7 @@ import torch
 from PIL import Image as PillowImage
 
 from mm.config.data import Attributes
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Measure
 from mm.data.media.image_decode import load_image

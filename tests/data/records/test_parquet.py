@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.index.measure import Measure
 from mm.data.loader.feature_cache import _content
