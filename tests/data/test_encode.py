@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2_5_VLProcessor
 
+from demo.tiny_checkpoint import CHAT_TEMPLATE
 from mm.batch import IGNORE_INDEX, Microbatch
 from mm.data.encode import ChatEncoder, SampleEncoder, TooLongError, load_tokenizer
 from mm.data.index.dataset import Dataset
@@ -19,7 +20,7 @@ from mm.data.sample import Image, Turn
 from mm.errors import UserError
 from mm.families.qwen2_5_vl import QWEN2_5_VL
 from tests import llama_factory
-from tests.data.oracle import CHAT_TEMPLATE, RECORDS, photo, pixel_numbers
+from tests.data.oracle import RECORDS, photo, pixel_numbers
 
 GRIDS = {"wide.png": (1, 4, 6), "tall.jpg": (1, 8, 2)}
 
