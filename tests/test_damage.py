@@ -21,7 +21,7 @@ from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.config.run import load_run, resolved
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.errors import UserError, file_error
 from mm.plan.dry_run import stage_report
 from mm.weights.table import model_weights

@@ -35,8 +35,7 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import NUMBER, Checker, Columns, Reader, RecordIndex, Rows, Store
-from mm.data.index.measure import ROW, Measure
+from mm.data.index.index import NUMBER, ROW, Checker, Columns, Measure, Reader, RecordIndex, Rows, Store
 from mm.data.loader.loader import planned_steps
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots

@@ -6,7 +6,7 @@ The path of a record, top to bottom, with the rooms that handle each step:
         |   records/   records: one raw record;  formats, roots: its turns and media
         v
     Sample             turns of text, images and videos (sample.py), in one form for all file formats
-        |   index/     before a run: every record checked and measured (measure), cached (index), numbered (dataset)
+        |   index/     before a run: every record checked, measured and cached (index), and numbered (dataset)
         |   sampler/   from lengths alone: which samples form a microbatch, for which replica, in which step
         |   media/     headers, then pixels: images and frames of videos as patches for the ViT
         |   encode.py  text as token ids and labels, and a position for each

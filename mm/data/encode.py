@@ -147,11 +147,6 @@ class ChatEncoder:
     def image_token_id(self) -> int:
         return self.tokenizer.get_vocab()[self.family.tokens.image]
 
-    @property
-    def media_token_ids(self) -> frozenset[int]:
-        """Token ids of the placeholders for visual tokens."""
-        return frozenset({self.image_token_id, self.video_token_id})
-
     @cached_property
     def video_token_id(self) -> int:
         return self.tokenizer.get_vocab()[self.family.tokens.video]

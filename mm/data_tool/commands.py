@@ -20,7 +20,7 @@ from mm.config.model import ModelConfig, read_model
 from mm.console import Progress, ongoing
 from mm.data.encode import SampleEncoder, load_tokenizer
 from mm.data.index.dataset import Dataset, Split, datasets, notes_of
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.sample import BadSample, Sample
 from mm.data.sampler.balance import Budget, fullest_packs
 from mm.data.sampler.cost import SampleSizes
@@ -44,20 +44,14 @@ def survey(
     """A report on the samples of each split, which must have been measured, and those with ``damaged`` media."""
     skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
     facts = (("samples whose media are damaged", f"{len(damaged):,}, counted as usable"),) if damaged else ()
-    return Report(f"Samples of {data_json}", facts, problems=tuple(map(_problem, (*skipped, *damaged))),
+    problems = (Problem(bad.where, bad.what, kind_of(bad.reason, bad.path)) for bad in (*skipped, *damaged))
+    return Report(f"Samples of {data_json}", facts, problems=tuple(problems),
                   notes=tuple(notes_of(splits)),
                   sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
 
 
-def _problem(bad: BadSample) -> Problem:
-    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path))
-
-
 def kind_of(reason: str, path: str | None = None) -> str:
-    """The kind of a problem: its text without what differs between samples, such as paths, numbers and quotes.
-
-    ``path``: the image or video that causes it, which may have spaces in its name.
-    """
+    """The kind of a problem: its text without paths (above all ``path``, which may have spaces), numbers and quotes."""
     return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…")).removeprefix("…: ")
 
 
@@ -155,7 +149,7 @@ class Shown:
 
 def _groups(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[tuple[str, str]]:
     """Runs of tokens of one kind; the tokens of an image or video are replaced by their number."""
-    media, ids = encoder.chat.media_token_ids, encoded.token_ids.tolist()
+    media, ids = (encoder.chat.image_token_id, encoder.chat.video_token_id), encoded.token_ids.tolist()
     is_target = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
     kinds = ["media" if token in media else "target" if is_one else "context"
              for token, is_one in zip(ids, is_target, strict=True)]
@@ -215,10 +209,7 @@ def _key_notes(path: str) -> Iterator[str]:
 def _measured(
     flags: DataFlags, problems: list[str], again: bool = False
 ) -> tuple[Mapping[Split, Dataset], Measure, ModelConfig]:
-    """The usable training and validation samples; unusable ones are listed in the datasets.
-
-    A split without usable samples is left out, and its errors are added to ``problems``.
-    """
+    """The usable samples; a split without any is left out, and its errors are added to ``problems``."""
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     data = dataclasses.replace(data, overwrite_cache=again or data.overwrite_cache)
     measure = Measure.from_config(data, model, flags.seq_length)

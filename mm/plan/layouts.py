@@ -21,7 +21,7 @@ from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import Calibration, calibration_for
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.sample import HasLengths
 from mm.device.device import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links

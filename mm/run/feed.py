@@ -10,9 +10,8 @@ from mm.config.run import Run
 from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.loader.broadcast import StepBroadcast
 from mm.data.loader.feature_cache import FeatureCache
-from mm.data.loader.loader import StepLoader, planned_steps
+from mm.data.loader.loader import StepLoader, ValidationPlan, ValidationReader, in_between, planned_steps
 from mm.data.loader.quarantine import LEDGER, Quarantine
-from mm.data.loader.validation import ValidationPlan, ValidationReader, in_between
 from mm.data.sample import BadSample
 from mm.data.sampler.sampler import SampleOrder, StepSamples, order_description, order_of
 from mm.errors import counted
@@ -104,7 +103,7 @@ def _open(
     data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
     own_run = replace(run, notes=())  # notes do not pickle
     make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
-    reader = ValidationReader.of(run, samples.splits["validation"], measure, mesh.dp_rank) if validates_now else None
+    reader = ValidationReader(run, samples.splits["validation"], measure, mesh.dp_rank) if validates_now else None
     validation_quarantine = None if reader is None or not skips else (
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
     open_loader = partial(StepLoader, dataset, measure.encoder, num_workers=args.num_workers, skips_bad=skips,

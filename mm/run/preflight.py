@@ -23,7 +23,7 @@ from mm.config.run import Run
 from mm.console import Progress
 from mm.data.encode import image_processor
 from mm.data.index.dataset import Dataset, Split, TrainedOn, datasets, notes_of
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.loader.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.data.sampler.sampler import order_description

@@ -18,7 +18,7 @@ from mm.config.args import Arguments
 from mm.config.run import Run
 from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, Split, datasets
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.run.schedule import Schedule

@@ -15,7 +15,7 @@ from mm.batch import IGNORE_INDEX
 from mm.config.run import load_run
 from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.media.image_patches import ImageProcessor
 from mm.data_tool.cli import main
 from mm.data_tool.commands import Shown, write_mock

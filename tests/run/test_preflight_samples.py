@@ -13,7 +13,7 @@ from mm.checkpoint.source import Kind, Source
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.run import load_run
 from mm.data.index.dataset import Dataset, TrainedOn
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.errors import UserError
 from mm.run.preflight import check
 from mm.run.sources import Sources

@@ -20,24 +20,28 @@ from mm.batch import Microbatch
 from mm.checkpoint.manifest import validated
 from mm.config.data import DataConfig, DatasetFile, training_files, validation_files
 from mm.data.index.index import (
+    BAD,
     NUMBER,
+    TOO_LONG,
     Checker,
     Columns,
+    Measure,
     Reader,
     RecordIndex,
     Rows,
     Store,
+    is_usable,
     key_of,
     make_index,
     span_of,
     still_bad,
 )
-from mm.data.index.measure import BAD, TOO_LONG, Measure, is_usable
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
 from mm.data.sample import BadSample, Lengths, Sample, name_of, record_place
 from mm.data.sampler.sampler import chosen, num_chosen, split_off
 from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
+from mm.lock import making
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,7 @@ def _indexed(
 
     if (index := kept()) is not None:
         return index, content
-    with store.making(key, f"the index of {path}"):
+    with making(store.folder / f"{key}.lock", f"the index of {path}"):  # others wait, and look again
         if (index := kept()) is not None:
             return index, content
         index = make_index(checker, config.preprocessing_num_workers or len(os.sched_getaffinity(0)), limit, most_bad)
@@ -413,7 +417,7 @@ class Dataset:
         return self.columns.of(np.arange(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """The column ``name`` of ``mm.data.index.measure.ROW`` for all samples, in memory; they must be measured."""
+        """The column ``name`` of ``mm.data.index.index.ROW`` for all samples, in memory; they must be measured."""
         return self.columns.values(name, np.arange(len(self)))
 
     def fingerprints(self) -> tuple[Fingerprint, ...]:
@@ -452,7 +456,7 @@ def datasets(
 
 
 def notes_of(splits: Mapping[Split, Dataset]) -> list[str]:
-    """The notes of all splits without duplicates; those of the validation samples alone are marked."""
+    """The notes of all splits without duplicates, each with the name of its split unless that is the first."""
     found = dict.fromkeys(note for dataset in [*splits.values()][:1] for note in dataset.notes)
     for name, dataset in [*splits.items()][1:]:
         found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)

@@ -67,10 +67,10 @@ class FeatureCache:
 def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[str, Any]:
     """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
-        return {"image": media.processor.settings, "grid": media.grid, "versions": _versions("image")}
+        return {"image": asdict(media.processor), "grid": media.grid, "versions": _versions("image")}
     backend, wanted = videos.backend, asdict(media.wanted)
     return {
-        "video": videos.constants.settings,
+        "video": asdict(videos.constants),
         "grid": media.grid,
         "frames": wanted | {"time_base": str(media.wanted.time_base)},
         "repeats": media.repeats,

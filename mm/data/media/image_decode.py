@@ -158,7 +158,7 @@ def _beginning(path: str | Inline) -> str:
 
 
 def known_content(start: bytes) -> tuple[str, str] | None:
-    """What a file that starts with ``start`` is, if it is not a usable image, and the fix; None if unknown."""
+    """What a file that starts with ``start`` is, if it is not an image, and the fix; None if unknown."""
     if not start.strip(b"\0"):
         return "empty, or zeros left by a lost write", "fetch or copy it again, or remove it"
     return next(((what, fix) for part, what, fix in _SIGNATURES if part in start or part in start.lower()), None)

@@ -8,7 +8,7 @@ MindSpeed-MM uses, resizes the image once before that.
 import json
 import math
 import operator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,11 +191,6 @@ class ImageProcessor:
         (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
         pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
         return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All that determines pixels and sizes, as JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def normalisation(self) -> Normalisation:

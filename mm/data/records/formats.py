@@ -200,7 +200,7 @@ def refuse_media_key(key: str, value: Any) -> None:
 
 
 def refuse_message_key(key: str, value: Any, role: str, where: str) -> None:
-    """Raises UserError for a key of a message with which another trainer would learn something else."""
+    """``refuse_key`` for a key of a message."""
     if key in _LOSS and value != (role == "assistant"):
         raise UserError(f"{where} ({role}) has {key!r} = {shown(value)}, but which turns are trained on is set for all "
                         f"samples, by mask_history and train_on_prompt in the data JSON; remove it.")

@@ -22,11 +22,11 @@ class Budget:
 
 
 def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budget) -> list[list[int]]:
-    """Few, full packs: lists of sample numbers, counted from 0; each sample once.
+    """Few, full packs: lists of sample numbers, each once.  Best fit decreasing: the longest sample first, each into
+    the fullest pack with room.
 
-    Best fit decreasing: the longest sample first, each into the fullest pack with room.  With a budget of patches, a
-    sample's size is the larger of its shares of the two budgets, and a pack's room is the smaller.  Text-only samples
-    follow last; for them only tokens count.
+    With a budget of patches, a sample's size is the larger of its shares of the two budgets, and text-only samples
+    follow last.
     """
     packs = _Packs(budget.num_tokens)
     tokens, patches = num_tokens.astype(np.int64), num_patches.astype(np.int64)
@@ -111,8 +111,7 @@ class Sizes:
 def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, wanted: int = 1) -> Groups:
     """Few packs of even cost: the smallest multiple of ``num_ranks`` x ``unit`` that fits, or one pack per sample.
 
-    Each rank gets at least ``wanted`` packs if there are enough samples.  There must be at least ``num_ranks`` x
-    ``unit`` samples, and a multiple of that if ``unit`` is not 1.
+    Each rank gets at least ``wanted`` packs if there are enough samples.
     """
     num_samples = len(sizes.costs)
     assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
@@ -277,8 +276,8 @@ class _SamplePlaces:
     def _exchange(self, turn: int) -> bool:
         """One exchange for each of the costliest owners, with whichever of a few cheap ones lowers its cost most.
 
-        The costliest is paired with the cheapest, then the next with the next, shifted by ``turn`` so that an
-        owner that no exchange helps changes its partners.  Returns False if no exchange helped.
+        The costliest is paired with the cheapest, and so on, shifted by ``turn`` so that an owner that no exchange
+        helps changes its partners.  Returns False if no exchange helped.
         """
         order = np.argsort(self._costs, kind="stable")
         num_partners = min(_NUM_PARTNERS, len(order) - 1)

@@ -16,7 +16,7 @@ from pyarrow import Table, parquet
 
 from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, changed
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.loader.loader import StepLoader
 from mm.data.loader.quarantine import LEDGER, Quarantine
 from mm.errors import UserError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mm.config.data import Attributes
 from mm.data.index.dataset import Dataset, Fingerprint, TrainedOn, changed
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.sample import Image, Turn
 from mm.errors import UserError
 from tests.data.oracle import RECORDS, data_config

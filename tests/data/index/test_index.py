@@ -13,8 +13,7 @@ import pytest
 from mm.batch import BatchTotals
 from mm.data.index import dataset as sample_files
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import Checker
-from mm.data.index.measure import Measure
+from mm.data.index.index import Checker, Measure
 from mm.data.loader.loader import StepLoader
 from mm.data.sample import Lengths
 from mm.errors import UserError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.config.data import Attributes
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.records.formats import HARMLESS, MEDIA, MESSAGES, read_sample, unread_keys
 from mm.data.records.roots import MediaRoots
 from mm.errors import UserError

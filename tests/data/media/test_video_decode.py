@@ -14,7 +14,7 @@ from PIL import Image as PillowImage
 from mm.config.data import Attributes
 from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.media import video_decode
 from mm.data.media.image_decode import load_image
 from mm.data.media.video_decode import animation_header, frames_of

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Measure
+from mm.data.index.index import Measure
 from mm.data.loader.feature_cache import _content
 from mm.data.records import records
 from mm.data.records import records as reading
