@@ -21,14 +21,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mm.batch import IGNORE_INDEX, Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.data.media.image_patches import ImagePlan, ImageProcessor
 from mm.data.media.video_patches import VideoPlan, VideoProcessor
 from mm.data.records.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Media, Sample, Turn, Video
 from mm.errors import UserError, naming, refuse
+from mm.families import FAMILIES
 from mm.families.family import Family
-from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic, VideoTimes
 from mm.model.families import arithmetic_of
 

@@ -39,8 +39,8 @@ from mm.data.records.roots import MediaRoots
 from mm.data.sample import BadSample, Lengths, Media, Sample, name_of, record_place
 from mm.data.workers import in_processes
 from mm.errors import MAX_PROBLEMS, UserError, printable, writing
+from mm.families import FAMILIES, TITLES, names_of
 from mm.families.family import Family
-from mm.families.known import FAMILIES, TITLES, names_of
 from mm.files import json_object, replace_file
 from mm.model.arithmetic import Arithmetic
 from mm.process import is_first_rank
