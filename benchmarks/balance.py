@@ -20,8 +20,7 @@ from mm.config.model import ModelConfig
 from mm.data.sample import Lengths
 from mm.data.sampler.balance import Budget, fullest_packs
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import StepSamples, Stream
-from mm.data.sampler.sampler import SAMPLERS, BatchShares
+from mm.data.sampler.sampler import SAMPLERS, BatchShares, StepSamples, Stream
 from mm.plan.layouts import DISTRIBUTIONS, SEQ_LENGTH, llava
 from tests.files import table
 

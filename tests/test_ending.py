@@ -15,7 +15,7 @@ import pytest
 
 from demo.tiny_checkpoint import build
 from mm import process
-from mm.data.records.record_name import record_place
+from mm.data.sample import record_place
 from mm.errors import UserError, printable
 from mm.process import free_port, print_notes, run_command
 from tests.files import EXAMPLES, ROOT

@@ -15,7 +15,8 @@ from statistics import median
 
 from benchmarks.measure import command, report
 from demo.tiny_checkpoint import build
-from mm.data_tool.mock import Mock
+from mm.data_tool.commands import write_mock
+from mm.data_tool.flags import MockFlags
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
@@ -24,7 +25,8 @@ NUM_SAMPLES, BATCH = 32, 4
 
 def write_inputs(directory: Path, side: int) -> None:
     """Samples with one square image each, and the demo's model with a frozen ViT on one stage."""
-    samples = Mock(NUM_SAMPLES, width=side, height=side, text_length=8, num_pictures=NUM_SAMPLES).write(directory)
+    samples = write_mock(MockFlags(num_samples=NUM_SAMPLES, width=side, height=side, text_length=8,
+                                   num_pictures=NUM_SAMPLES, output=directory))
     build(directory / "hf", samples.read_text().splitlines(), seed=0)
     write_data(directory, samples, {"image_max_pixels": side * side, "image_resize": "transformers"})
     model = json.loads((EXAMPLES / "model_tiny.json").read_text())

@@ -33,13 +33,11 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import NUMBER, Columns, RecordIndex, Rows, Store
-from mm.data.index.measure import ROW, Gauge
+from mm.data.index.index import NUMBER, ROW, Columns, Measure, RecordIndex, Rows, Store
 from mm.data.loader.loader import planned_steps
 from mm.data.sampler.balance import Budget
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import SampleOrder
-from mm.data.sampler.sampler import SAMPLERS, BatchShares
+from mm.data.sampler.sampler import SAMPLERS, BatchShares, SampleOrder
 
 if TYPE_CHECKING:
     from demo.tiny_checkpoint import Sizes
@@ -105,9 +103,9 @@ def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]
 def start(folder: Path, num_processes: int) -> dict[str, float]:
     """One start of a data owner in this process: seconds to open the dataset and to read a sample."""
     data, model = settings(folder, num_processes)
-    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    measure = Measure.from_config(data, model, SEQ_LENGTH)
     began = time.perf_counter()
-    dataset = Dataset(data, gauge=gauge)
+    dataset = Dataset(data, measure=measure)
     ready = time.perf_counter()
     lengths = dataset.lengths
     num_tokens, num_patches = int(lengths.num_tokens.sum(dtype=np.int64)), int(lengths.num_patches.sum(dtype=np.int64))

@@ -12,8 +12,7 @@ from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.data.sample import HasLengths, Lengths
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import StepSamples
-from mm.data.sampler.sampler import order_of
+from mm.data.sampler.sampler import StepSamples, order_of
 from mm.placement import Message
 
 Rows = TypeVar("Rows", int, np.ndarray)

@@ -13,13 +13,11 @@ from typing import Any
 
 from mm.config.generate import Asking
 from mm.config.model import ModelConfig
-from mm.data.encode.encoder import SampleEncoder
-from mm.data.records.content import content_of, with_places
-from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
-from mm.data.records.record_name import name_of, numbered
+from mm.data.encode import SampleEncoder
+from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, content_of, num_media, read_sample, with_places
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
-from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
+from mm.data.sample import Image, Inline, Media, Sample, Turn, Video, name_of, numbered
 from mm.errors import UserError, collected, counted, refuse
 
 

@@ -17,7 +17,7 @@ from mm.config.data import DataConfig
 from mm.config.generate import Decoding
 from mm.config.model import LanguageConfig, ModelConfig
 from mm.console import whole_number
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.errors import UserError, nearest, refuse
 from mm.generation.decode import Answer, Answerer, TokenListener
 from mm.generation.prompts import Prompt

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from mm.checkpoint.saved_steps import ITERATION_NAME
 from mm.data.loader.quarantine import LEDGER
-from mm.data.records.record_name import BadSample
+from mm.data.sample import BadSample
 from mm.errors import UserError
 from mm.files import (
     ANSWERS_FOLDER,

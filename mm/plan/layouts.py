@@ -20,7 +20,7 @@ from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import Calibration, calibration_for
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
+from mm.data.index.index import Measure
 from mm.data.media.image_patches import smart_resize
 from mm.data.sample import HasLengths, Lengths
 from mm.device.device import KNOWN_DEVICES
@@ -219,8 +219,8 @@ def _calibrations(
 
 def lengths_of(run: Run) -> HasLengths:
     """The lengths of the run's own samples; their index is made if there is none."""
-    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+    measure = Measure.from_config(run.data, run.model, run.args.seq_length)
+    return Dataset(run.data, run.args.bad_sample == "skip", measure, run.args.seed).columns
 
 
 def _drawn_lengths(words: str, run: Run) -> HasLengths:

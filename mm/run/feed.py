@@ -7,16 +7,13 @@ from pathlib import Path
 
 from mm.config.flag_rules import is_due, validates
 from mm.config.run import Run
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import TrainedOn
-from mm.data.loader.broadcast import DataOwner
+from mm.data.index.dataset import Dataset, TrainedOn
+from mm.data.loader.broadcast import StepBroadcast
 from mm.data.loader.feature_cache import FeatureCache
-from mm.data.loader.loader import StepLoader, planned_steps
+from mm.data.loader.loader import StepLoader, ValidationPlan, ValidationReader, in_between, planned_steps
 from mm.data.loader.quarantine import LEDGER, Quarantine
-from mm.data.loader.validation import ValidationPlan, ValidationReader, in_between
-from mm.data.records.record_name import BadSample
-from mm.data.sampler.sample_stream import SampleOrder, StepSamples
-from mm.data.sampler.sampler import order_description, order_of
+from mm.data.sample import BadSample
+from mm.data.sampler.sampler import SampleOrder, StepSamples, order_description, order_of
 from mm.errors import counted
 from mm.model.stage import Stage
 from mm.parallel.agreement import all_of, together
@@ -30,7 +27,7 @@ from mm.run.sources import Samples
 class Feed:
     """The data of a run's steps."""
 
-    plans: DataOwner
+    plans: StepBroadcast
     """A plan for each step; after a step with a validation, the validation's plans follow."""
     trained_on: TrainedOn | None
     """None on ranks that read no data."""
@@ -86,7 +83,7 @@ def open_feed(
         planned_steps(opened.make_order, run.args.num_workers)))
     steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
-    plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
+    plans = StepBroadcast(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
                       opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
                       run.args.shards_gradients)
     counted = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
@@ -98,18 +95,18 @@ def _open(
     fingerprint: str | None,
 ) -> _OwnerData:  # fmt: skip
     """What a rank that owns data reads its steps from."""
-    args, gauge, dataset = run.args, samples.gauge, samples.splits["training"]
+    args, measure, dataset = run.args, samples.measure, samples.splits["training"]
     skips = args.bad_sample == "skip"
     quarantine = _quarantine(run, mesh, dataset, dataset.skipped) if skips else None
-    then, now, order = progress.data, dataset.contents(), order_description(run)
+    then, now, order = progress.data, dataset.fingerprints(), order_description(run)
     consumed = progress.consumed_samples
     data = TrainedOn(now, order=order) if then is None else then.followed_by(now, order, consumed, args.allow_new_data)
     own_run = replace(run, notes=())  # notes do not pickle
     make_order = partial(order_of, own_run, dataset.columns, mesh.dp_rank, consumed - data.began_at)
-    reader = ValidationReader.of(run, samples.splits["validation"], gauge, mesh.dp_rank) if validates_now else None
+    reader = ValidationReader(run, samples.splits["validation"], measure, mesh.dp_rank) if validates_now else None
     validation_quarantine = None if reader is None or not skips else (
         _quarantine(run, mesh, reader.dataset, reader.dataset.skipped if run.data.val_dataset else []))
-    open_loader = partial(StepLoader, dataset, gauge.encoder, num_workers=args.num_workers, skips_bad=skips,
+    open_loader = partial(StepLoader, dataset, measure.encoder, num_workers=args.num_workers, skips_bad=skips,
                           prefetch_factor=run.data.prefetch_factor, features=_feature_cache(run, stage, fingerprint))
     return _OwnerData(open_loader, data, len(dataset), make_order, reader, quarantine, validation_quarantine)
 

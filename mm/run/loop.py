@@ -15,7 +15,7 @@ from mm.batch import StepPlan
 from mm.config.flag_rules import asks
 from mm.config.run import Run
 from mm.console import ongoing
-from mm.data.loader.feature_writer import FeatureKeeper, vision_fingerprint
+from mm.data.loader.feature_writer import FeatureWriter, vision_fingerprint
 from mm.device.device import Device
 from mm.errors import AgreedError, Stopped
 from mm.lock import Claim
@@ -139,7 +139,7 @@ class Trainer:
         is_open = self.samples is not None  # else the index of the samples shows its own progress
         with self._watchdog.phase("data"), ongoing("opening the data", is_open and self.mesh.rank == 0):
             questions, watch = self._questions(first, last), self._watch(first, last)
-            feed, keeper = self.feed(last - first + 1), self._keeper()
+            feed, feature_writer = self.feed(last - first + 1), self._feature_writer()
             validator = self._validator(feed)
         with watch.watching(), self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
@@ -147,7 +147,7 @@ class Trainer:
                     break
                 watch.before(iteration)
                 with ongoing(_FIRST_STEP, iteration == first and self.mesh.rank == 0):
-                    plan, result = self._step(iteration, feed, keeper)
+                    plan, result = self._step(iteration, feed, feature_writer)
                 epoch = feed.epoch(self.progress.consumed_samples)
                 self.reporter.report_step(
                     watch.after(self.progress, plan, result, epoch, feed.plans.own_wait_seconds))
@@ -160,8 +160,8 @@ class Trainer:
                     self.saver.after(self.progress, is_last=iteration == last or self._is_over)
         watch.close(self.progress.iteration)
         feed.plans.close()  # after an error nothing waits, because threads of other ranks may be gone
-        if keeper is not None:
-            keeper.close()
+        if feature_writer is not None:
+            feature_writer.close()
         args, best = self.run.args, self.progress.best
         if self.stop is not None:
             self._say(stop_text(self.stop, self.progress.iteration, args.train_iters, args.save))
@@ -170,7 +170,7 @@ class Trainer:
                       f"{best.num_since} validations had no lower loss than iteration {best.iteration} "
                       f"(--early-stopping-patience {args.early_stopping_patience})")
 
-    def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
+    def _step(self, iteration: int, feed: Feed, feature_writer: FeatureWriter | None) -> tuple[StepPlan, StepResult]:
         """Train one step, and advance ``progress`` to ``iteration``."""
         args, recent, journal = self.run.args, self.progress.recent, self.setup.stage.journal
         with self._watchdog.step(iteration):
@@ -190,8 +190,8 @@ class Trainer:
             self._stopping.decide(result.votes[:-1])
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
-            if keeper is not None:
-                keeper.keep(self.setup.stage.take_features())
+            if feature_writer is not None:
+                feature_writer.enqueue(self.setup.stage.take_features())
         return plan, result
 
     @property
@@ -240,14 +240,14 @@ class Trainer:
         return QuestionSet(self.run, self.setup, self._watchdog.phase, self._opened_questions,
                            self.reporter) if is_asked else None
 
-    def _keeper(self) -> FeatureKeeper | None:
+    def _feature_writer(self) -> FeatureWriter | None:
         """The writer of the ViT feature cache, on ranks that have ViT features; else None."""
         args, mesh = self.run.args, self.mesh
         if args.vision_feature_cache is None or not self.setup.stage.gives_features:
             return None
         gib = args.vision_feature_cache_gib
         max_bytes = None if gib is None else int(gib * 2**30)
-        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.context.num_encoders)
+        return FeatureWriter(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.context.num_encoders)
 
     def _validator(self, feed: Feed) -> Validator:
         validator = Validator(self.run.args, self.setup, self._watchdog, feed.validation, feed.plans, self.reporter,

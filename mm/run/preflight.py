@@ -21,10 +21,9 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import step_problems
 from mm.config.run import Run
 from mm.console import Progress
-from mm.data.encode.encoder import image_processor
-from mm.data.index.dataset import Dataset, Split, datasets, notes_of
-from mm.data.index.fingerprint import TrainedOn
-from mm.data.index.measure import Gauge
+from mm.data.encode import image_processor
+from mm.data.index.dataset import Dataset, Split, TrainedOn, datasets, notes_of
+from mm.data.index.index import Measure
 from mm.data.loader.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.data.sampler.sampler import order_description
@@ -50,22 +49,22 @@ def check(run: Run) -> Checked:
     the headers of images, but decodes those of questions, because one that fails later would end the training.
     """
     start_problems, encoder_problems, sample_problems, question_problems = (list[str]() for _ in range(4))
-    checked, gauge = Checked(run), None
+    checked, measure = Checked(run), None
     with collected(start_problems):
         if _can_open_start(run):
             checked.sources = open_start(run)
     with collected(encoder_problems):
         if os.path.isdir(run.data.model_name_or_path):
-            gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+            measure = Measure.from_config(run.data, run.model, run.args.seq_length)
     sample_notes = list[str]()
-    splits = _sample_splits(run, gauge, checked.sources, sample_problems, sample_notes)
-    if gauge is not None and "training" in splits:
-        checked.samples = Samples(gauge, splits)
+    splits = _sample_splits(run, measure, checked.sources, sample_problems, sample_notes)
+    if measure is not None and "training" in splits:
+        checked.samples = Samples(measure, splits)
         _count_steps(checked, splits["training"], sample_problems, sample_notes)
     checked.problems += _file_problems(checked, start_problems, encoder_problems)
     checked.problems += sample_problems
     checked.notes += sample_notes
-    checked.questions = _open_questions(run, gauge, question_problems, checked.notes)
+    checked.questions = _open_questions(run, measure, question_problems, checked.notes)
     checked.problems += question_problems
     return checked
 
@@ -144,16 +143,16 @@ def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> Non
 
 
 def _sample_splits(
-    run: Run, gauge: Gauge | None, sources: Sources | None, problems: list[str], notes: list[str]
+    run: Run, measure: Measure | None, sources: Sources | None, problems: list[str], notes: list[str]
 ) -> Mapping[Split, Dataset]:
     """Open and check the samples for training and validation.
 
-    A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
+    A resumed run must have the samples of its checkpoint.  Without ``measure``, as tokenizer or processor cannot be
     read, only the form of the records is checked.
     """
     if not _has_samples(run):
         return {}
-    splits = datasets(run.data, problems, run.args.bad_sample == "skip", gauge, run.args.seed)
+    splits = datasets(run.data, problems, run.args.bad_sample == "skip", measure, run.args.seed)
     notes += [*notes_of(splits), *_bad_notes(run, splits, problems)]
     if (dataset := splits.get("training")) is None:
         return splits
@@ -161,8 +160,8 @@ def _sample_splits(
         if len(dataset) < run.global_batch_size:
             notes.append(f"there are only {counted(len(dataset), 'sample')} for the {run.global_batch_size} of one "
                          f"step: each step repeats some")
-        if gauge is not None:
-            notes += [*_image_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
+        if measure is not None:
+            notes += [*_image_notes(run, dataset, measure), *_data_notes(run, dataset, sources)]
     return splits
 
 
@@ -179,10 +178,10 @@ def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -
                             f"first: {dataset.skipped[0].message()}")
 
 
-def _open_questions(run: Run, gauge: Gauge | None, problems: list[str], notes: list[str]) -> Questions | None:
+def _open_questions(run: Run, measure: Measure | None, problems: list[str], notes: list[str]) -> Questions | None:
     """Open and encode the questions for the model in training, with their images.
 
-    Without ``gauge``, because tokenizer or processor cannot be read, only the file of questions is checked.
+    Without ``measure``, because tokenizer or processor cannot be read, only the file of questions is checked.
     """
     path = run.args.eval_generate_questions
     if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
@@ -191,10 +190,10 @@ def _open_questions(run: Run, gauge: Gauge | None, problems: list[str], notes: l
     with collected(problems):
         items = read_items(asked)
         notes.extend(items.notes)
-        if gauge is None:
+        if measure is None:
             return None
         assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
-        encoder = encoder_for_prompts(gauge.encoder, run.model)
+        encoder = encoder_for_prompts(measure.encoder, run.model)
         shown = Progress("checking questions", len(items.items), "questions")
         for item in shown.each(items.items):
             with collected(problems):
@@ -219,17 +218,17 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
     data = trained and trained.manifest and trained.manifest.data
     if trained is None or data is None or run.args.finetune:
         return []
-    then, now = TrainedOn.from_json(data, trained.path), dataset.contents()
+    then, now = TrainedOn.from_json(data, trained.path), dataset.fingerprints()
     then.followed_by(now, order_description(run), 0, run.args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
             for change in then.changes(now, order_description(run))]
 
 
-def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
+def _image_notes(run: Run, dataset: Dataset, measure: Measure) -> list[str]:
     """A note on the first image that LLaMA-Factory, and so MindSpeed-MM, would resize to another size."""
     if run.data.image_resize is not None:
         return []
-    processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
+    processors = measure.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (item.path for item in dataset[index].media if isinstance(item, Image)):
             here, there = (math.prod(images.plan(path).grid) // images.merge_size**2 for images in processors)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import TrainedOn
 from mm.errors import AgreedError, printable
 from mm.parallel.mesh import Mesh
 from mm.run.schedule import Schedule

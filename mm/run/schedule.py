@@ -16,8 +16,7 @@ from mm.checkpoint.source import Source
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.config.schema import NotNegative
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.sampler.sampler import order_description
 from mm.errors import UserError
 
@@ -44,7 +43,7 @@ def with_steps(run: Run, trained: Source | None, dataset: Dataset, notes: list[s
         iteration, consumed = trained.iteration, consumed_by(trained, run)
         if (data := trained.manifest and trained.manifest.data) is not None:
             began_at = TrainedOn.from_json(data, trained.path).followed_by(
-                dataset.contents(), order_description(run), consumed, run.args.allow_new_data).began_at
+                dataset.fingerprints(), order_description(run), consumed, run.args.allow_new_data).began_at
     num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)
     notes.append(f"--num-train-epochs {epochs:g}: {epochs:g} x {len(dataset)} training samples in steps of "
                  f"{run.global_batch_size} make {num_steps} iterations")

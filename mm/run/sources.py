@@ -16,9 +16,9 @@ from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, holds_nothin
 from mm.checkpoint.training_files import tidy
 from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, Split, datasets
-from mm.data.index.measure import Gauge
+from mm.data.index.index import Measure
 from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.run.schedule import Schedule
@@ -49,9 +49,9 @@ class Sources:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a run, and the gauge with their encoder."""
+    """The samples of a run, and the measure with their encoder."""
 
-    gauge: Gauge
+    measure: Measure
     splits: Mapping[Split, Dataset]
 
     @classmethod
@@ -59,13 +59,13 @@ class Samples:
         """Open the training samples, and with ``with_validation`` the validation samples if there are any.
 
         An existing index is used even with ``overwrite_cache``, because the rank that checks has just rebuilt it.
-        Raises UserError as ``Gauge.from_config`` and ``Dataset`` do.
+        Raises UserError as ``Measure.from_config`` and ``Dataset`` do.
         """
         data, problems = replace(run.data, overwrite_cache=False), []
-        gauge = Gauge.from_config(data, run.model, run.args.seq_length)
-        splits = datasets(data, problems, run.args.bad_sample == "skip", gauge, run.args.seed, with_validation)
+        measure = Measure.from_config(data, run.model, run.args.seq_length)
+        splits = datasets(data, problems, run.args.bad_sample == "skip", measure, run.args.seed, with_validation)
         refuse(problems)
-        return cls(gauge, splits)
+        return cls(measure, splits)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import asks, is_due
 from mm.config.run import Run
 from mm.console import Progress
-from mm.data.loader.validation import ValidationPlan
+from mm.data.loader.loader import ValidationPlan
 from mm.errors import refuse, writing
 from mm.files import write_whole
 from mm.generation.answers import answer_batches, in_batches

@@ -15,11 +15,10 @@ from typing import Any
 
 from mm.config.evaluate import Evaluating, Rule
 from mm.config.schema import shown
-from mm.data.records.content import with_places
-from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
-from mm.data.records.record_name import name_of, numbered
+from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample, with_places
 from mm.data.records.records import Raw, open_records
 from mm.data.records.roots import MediaRoots
+from mm.data.sample import name_of, numbered
 from mm.errors import MAX_PROBLEMS, UserError, collected, reading, refuse
 from mm.scoring.benchmarks import BENCHMARKS, GROUPS, Item, Items, prompt, read_benchmark
 

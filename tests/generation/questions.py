@@ -9,7 +9,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.config.generate import load_asking
 from mm.config.model import read_model
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.generation.prompts import Prompt
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo, transformers_inputs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.generate import load_asking
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.errors import UserError
 from mm.generation.prompts import read_prompts
 from mm.generation.source import find

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from mm.checkpoint import convert
 from mm.checkpoint.convert import Options
 from mm.checkpoint.layout import Layout
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.generation.layouts_worker import CASES, FEW, WITH_ADAPTERS
 from tests.generation.questions import NUM_PROMPTS, Reference, encoder_of, write_questions

@@ -12,9 +12,8 @@ from mm.checkpoint import training_manifest as training
 from mm.checkpoint.source import Kind, Source
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.run import load_run
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import TrainedOn
-from mm.data.index.measure import Gauge
+from mm.data.index.dataset import Dataset, TrainedOn
+from mm.data.index.index import Measure
 from mm.errors import UserError
 from mm.run.preflight import check
 from mm.run.sources import Sources
@@ -49,7 +48,7 @@ def test_pictures_that_mindspeed_would_enlarge_are_noted_once(inputs: Path):
 def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path, monkeypatch: pytest.MonkeyPatch):
     """An older version's checkpoint has no data facts."""
     run = load_run(flags(inputs), environment={})
-    (contents,) = Dataset(run.data, gauge=Gauge.from_config(run.data, run.model, 64)).contents()
+    (fingerprint,) = Dataset(run.data, measure=Measure.from_config(run.data, run.model, 64)).fingerprints()
 
     def saved(data: dict | None) -> str:
         folder = writer.begin(inputs / "save", 1, 0)
@@ -63,9 +62,9 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path, monkeypat
         return ([one for one in checked.problems if "data differ" in one],
                 [one for one in checked.notes if one.startswith("--allow-new-data")])
 
-    for data in (None, TrainedOn((contents,)).to_json()):
+    for data in (None, TrainedOn((fingerprint,)).to_json()):
         assert found("--load", saved(data)) == ([], [])
-    other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
+    other = dataclasses.replace(fingerprint, samples_sha256="other", num_samples=2)
     load = ("--load", saved(TrainedOn((other,)).to_json()))
     (problem,), _ = found(*load)
     what = f"other samples of {inputs}/samples.json are used (2 then, 1 now)"

@@ -16,7 +16,7 @@ from mm.checkpoint.manifest import validated
 from mm.checkpoint.source import Source
 from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirectory
 from mm.console import Progress
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import TrainedOn
 from mm.errors import UserError
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import together
