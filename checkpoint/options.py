@@ -10,7 +10,6 @@ from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mm.checkpoint.options import Options
 from mm.config.args import VitQkvOrder
 from mm.config.lora import ALPHAS_TEXT, Alpha
 from mm.config.model import EncoderPlacement
@@ -94,7 +93,16 @@ class CommonModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RunConfig(Options):
+class ConversionConfig:
+    """Fields of every conversion."""
+
+    dry_run: bool = Field(default=False, description="print the plan with sizes, and write nothing")
+    overwrite: bool = Field(default=False, description="replace a target that is not empty")
+    num_workers: NaturalNumber = Field(default=0, description="threads; 0 = one per core")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig(ConversionConfig):
     """Fields of every conversion except merge_lora."""
 
     trust_remote_code: bool = Field(False, description="ignored: code in a model directory is never run")
@@ -172,7 +180,7 @@ class LoraMMToHFConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class MergeLoraConfig(Options):
+class MergeLoraConfig(ConversionConfig):
     """Adapters added to the weights of their model -> Hugging Face."""
 
     lora_dir: str = Field(description=(

@@ -1,14 +1,12 @@
-"""``verify`` checks that a directory is intact, reading every byte once; ``show`` prints what its headers contain.
-
-``diff``: compares two directories of any kind and layout bit by bit.
-"""
+"""Commands that only read: ``verify`` checks every byte of a directory, ``show`` lists its headers, ``diff`` compares
+two directories of any kind and layout bit by bit."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,14 +117,11 @@ BLOCK_BYTES = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class DiffReport:
-    """The result of ``diff``."""
+class DiffReport(NamedTuple):
+    """The lines of a report, and whether both directories hold the same weights of the same model."""
 
     lines: tuple[str, ...]
-    """The report."""
     is_equal: bool
-    """Whether both directories hold the same weights of the same model."""
 
 
 def diff_directories(

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
@@ -17,7 +18,6 @@ from mm.checkpoint.layout import Layout, check_layout
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
 from mm.checkpoint.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.checkpoint.options import Options
 from mm.checkpoint.saved_steps import (
     LATEST_FILE,
     MEGATRON_MODES,
@@ -81,22 +81,22 @@ class Conversion:
             digest.update(repr((file.name, file.tensors, file.num_bytes)).encode())
         return digest.hexdigest()
 
-    def run(self, options: Options) -> None:
-        """Write the target, or with ``dry_run`` print the plan.
+    def run(self, num_workers: int = 0, dry_run: bool = False, overwrite: bool = False) -> None:
+        """Write the target, or with ``dry_run`` print the plan; 0 workers means one per core.
 
         Raises UserError if the target must not or cannot be written, or the source is damaged.
         """
-        num_workers = self.max_workers or num_threads(options.num_workers)
+        num_workers = self.max_workers or num_threads(num_workers)
         print_notes(note for source in self.sources for note in source.notes)
-        if options.dry_run:
+        if dry_run:
             print("\n".join(self.describe()))
             return
         target = self.target.resolve()
-        if not options.overwrite and self._is_done(target, num_workers):
+        if not overwrite and self._is_done(target, num_workers):
             tidy(target)
             print(f"{target} is already identical; nothing was written.")
             return
-        check_replaceable(target, self.sources, self.num_bytes, self.is_ours, options.overwrite)
+        check_replaceable(target, self.sources, self.num_bytes, self.is_ours, overwrite)
         for source in self.sources:
             with ongoing(f"checking {source.path}"):
                 source.check()
@@ -111,63 +111,65 @@ class Conversion:
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
         """Whether all files of the target exist, and have the right bytes."""
-        if not self.is_ours(target) or not all(
-                (target / file.name).is_file() and (target / file.name).stat().st_size == file.num_bytes
-                for file in self.files):
-            return False
+        return self.is_ours(target) and all(_has_size(target, file) for file in self.files) and len(
+            self._finished(target, num_workers)) == len(self.files)
 
-        def is_framed(file: TargetFile) -> bool:
-            with (target / file.name).open("rb", buffering=0) as opened, Files(target) as files:
-                frame = file.frame({one.name: files.crc32(one) for one in file.tensors})
-                return all(os.pread(opened.fileno(), len(data), at) == data for at, data in frame)
+    def _finished(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
+        """The files in ``folder`` that already have the right bytes, with the checksums of their tensors."""
+        files = [file for file in self.files if _has_size(folder, file)]
+        with ThreadPoolExecutor(num_workers) as pool, Progress(
+                f"comparing with {self.target}", _num_tensor_bytes(files), "B") as progress:
 
-        def is_right(group: Sequence[View]) -> bool:
-            with Files(target) as files:
-                return all(files.holds(*block) for block in self.blocks(group))
+            def compare(group: Sequence[View]) -> dict[Stored, int]:
+                crc32s = {view.stored: 0 for view in group}
+                with Files(folder) as opened:
+                    for stored, start, block in self.blocks(group):
+                        if stored in crc32s and opened.holds(stored, start, block):
+                            crc32s[stored] = zlib.crc32(block, crc32s[stored])
+                        else:
+                            crc32s.pop(stored, None)
+                        progress.update(len(block))
+                return crc32s
 
-        shown = groups(self.views)
-        with ThreadPoolExecutor(num_workers) as pool:
-            return all(pool.map(is_framed, self.files)) and all(
-                Progress(f"comparing with {target}", len(shown), "tensors").each(pool.map(is_right, shown)))
+            equal = dict(chain.from_iterable(one.items() for one in pool.map(compare, self._groups(files))))
+        finished = {}
+        for file in files:
+            crc32s = {one.name: equal[one] for one in file.tensors if one in equal}
+            if len(crc32s) == len(file.tensors):
+                with (folder / file.name).open("rb", buffering=0) as opened:
+                    if all(os.pread(opened.fileno(), len(data), at) == data for at, data in file.frame(crc32s)):
+                        finished[file.name] = crc32s
+        return finished
+
+    def _groups(self, files: Sequence[TargetFile]) -> list[list[View]]:
+        names = {file.name for file in files}
+        return groups([view for view in self.views if view.stored.file in names])
 
     def _write(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
         """Write the files that are not finished; returns the checksums of all tensors by file and name."""
-        left = {file.name: file for file in self.files if not self._is_finished(folder, file)}
-        if len(left) < len(self.files):
-            print(f"note: an earlier run finished {len(self.files) - len(left)} of {len(self.files)} files")
-        total, num_left = (sum(one.num_bytes for file in some for one in file.tensors)
-                           for some in (self.files, left.values()))
-        written: dict[str, list[Future[dict[Stored, int]]]] = {file: [] for file in left}
-        crc32s: dict[str, Crc32s] = {}
+        crc32s = self._finished(folder, num_workers)
+        if crc32s:
+            print(f"note: an earlier run finished {len(crc32s)} of {len(self.files)} files")
+        left = [file for file in self.files if file.name not in crc32s]
+        written: dict[str, list[Future[dict[Stored, int]]]] = {file.name: [] for file in left}
+        total, num_left = _num_tensor_bytes(self.files), _num_tensor_bytes(left)
         with ThreadPoolExecutor(num_workers) as pool, Progress(
                 f"writing {self.target}", total, "B", total - num_left) as progress:
-            for file in left.values():
+            for file in left:
                 begin_file(folder, file, self.modes)
-            for group in groups([view for view in self.views if view.stored.file in left]):
+            for group in self._groups(left):
                 future = pool.submit(self._write_group, folder, group, progress.update)
-                for file in {view.stored.file for view in group}:
-                    written[file].append(future)
+                for name in {view.stored.file for view in group}:
+                    written[name].append(future)
             try:
-                for file in self.files:
-                    if file.name in left:
-                        found = {stored: crc for one in written[file.name] for stored, crc in one.result().items()}
-                        crc32s[file.name] = {one.name: found[one] for one in file.tensors}
-                        finish_file(folder, file, crc32s[file.name])
-                    else:
-                        with Files(folder) as files:
-                            crc32s[file.name] = {one.name: files.crc32(one) for one in file.tensors}
+                for file in left:
+                    found = {stored: crc for one in written[file.name] for stored, crc in one.result().items()}
+                    crc32s[file.name] = {one.name: found[one] for one in file.tensors}
+                    finish_file(folder, file, crc32s[file.name])
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
                 raise
         return crc32s
-
-    def _is_finished(self, folder: Path, file: TargetFile) -> bool:
-        """Whether an earlier run has finished ``file``, and nothing has changed it since."""
-        if not (folder / file.name).is_file() or (folder / file.name).stat().st_size != file.num_bytes:
-            return False
-        views = [view for view in self.views if view.stored.file == file.name]
-        with Files(folder) as files:
-            return all(files.holds(*block) for group in groups(views) for block in self.blocks(group))
 
     def _write_group(
         self, folder: Path, group: Sequence[View], progress: Callable[[int], object]
@@ -288,13 +290,17 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
 
 
 def num_threads(num_workers: int) -> int:
-    """The number of threads for ``--cfg.num_workers``; 0 means one per core.
-
-    Raises UserError if it is negative.
-    """
-    if num_workers < 0:
-        raise UserError(f"--cfg.num_workers is {num_workers}; expected 0 (one thread per core) or more.")
+    """The number of threads for ``--cfg.num_workers``; 0 means one per core."""
     return num_workers or len(os.sched_getaffinity(0))
+
+
+def _has_size(folder: Path, file: TargetFile) -> bool:
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.num_bytes
+
+
+def _num_tensor_bytes(files: Sequence[TargetFile]) -> int:
+    return sum(one.num_bytes for file in files for one in file.tensors)
 
 
 def check_replaceable(

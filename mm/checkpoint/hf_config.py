@@ -27,7 +27,7 @@ FREE_ON_RESUME = ("pipeline_num_layers", "encoder_placement", "encoder_batch_mic
                   "freeze_modules", "trainable_modules", "lora", "rates", "recompute", "offload",
                   "init_method_std")  # fmt: skip
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
-which are other tensors, are compared in ``mm.checkpoint.merge_lora``."""
+which are other tensors, are compared in ``mm.checkpoint.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose max_position_embeddings has no effect here."""
 

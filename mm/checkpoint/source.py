@@ -140,7 +140,7 @@ class Source:
     notes: tuple[str, ...] = ()
     """Notes for the user: leftovers of an interrupted save, or how the order of the ViT's qkv was determined."""
     base_crc32: int | None = None
-    """Checksum of the model that adapters were trained on (``model_crc32`` in mm.checkpoint.merge_lora), if stated."""
+    """Checksum of the model that adapters were trained on (``model_crc32`` in mm.checkpoint.adapters), if stated."""
     base_name: str | None = None
     """Directory of that model, or its name on the hub, if stated."""
 

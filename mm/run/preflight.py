@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mm.checkpoint.adapters import base_notes, check_base, holds_adapters
 from mm.checkpoint.convert import check_target
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import hf_problems
-from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters
 from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name

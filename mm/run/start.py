@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from mm.checkpoint.adapters import check_base
 from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.merge_lora import check_base
 from mm.checkpoint.saved_steps import find_checkpoint
 from mm.checkpoint.source import Kind
 from mm.config.run import Run, with_own_paths

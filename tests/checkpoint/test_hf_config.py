@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import for_both_versions, is_tied, model_from_hf
 from mm.checkpoint.layout import Layout
@@ -41,8 +40,8 @@ def test_flat_and_nested_configs_describe_the_same_model(saved, tmp_path):
     assert hf.model_config() == nested.model_config()
     hf.check(nested.model_config())
     cast(copy, tmp_path / "half", torch.float16)
-    convert.hf_to_mm(tmp_path / "half", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(Options())
-    convert.mm_to_hf(tmp_path / "mm", copy, tmp_path / "out").run(Options())
+    convert.hf_to_mm(tmp_path / "half", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run()
+    convert.mm_to_hf(tmp_path / "mm", copy, tmp_path / "out").run()
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**hf.config, "torch_dtype": "float16"}
 
 

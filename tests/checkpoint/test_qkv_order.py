@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed_layout import Format, Storage
 from mm.checkpoint.source import QkvOrder, open_to_train
@@ -31,7 +30,7 @@ def hf(tmp_path_factory) -> Path:
 def converted(hf: Path, target: Path, tp_size: int, is_whole: bool, change: float = 0.0) -> Path:
     """As a converter of MindSpeed-MM writes it: torch files without a manifest; ``change`` simulates training."""
     storage = Storage(Format.TORCH, whole_vision_qkv=is_whole)
-    convert.hf_to_mm(hf, target, TWO_STAGES[tp_size], storage).run(Options(num_workers=1))
+    convert.hf_to_mm(hf, target, TWO_STAGES[tp_size], storage).run(num_workers=1)
     (target / "manifest.json").unlink()
     for path in target.rglob("*.pt") if change else ():
         content = torch.load(path, weights_only=True)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.source import open_source
@@ -19,7 +18,6 @@ from mm.errors import UserError
 from tests.mm_convert.models import SmallModel, files, layouts, run, small_models
 from tests.mm_convert.test_diff import save_training
 
-ONE_WORKER = Options(num_workers=1)
 LISTS = {"target_parallel_config__llm_pp_layers": "[1,2]", "target_parallel_config__vit_pp_layers": "[2,0]"}
 
 
@@ -38,10 +36,10 @@ def test_a_training_checkpoint_gives_the_same_bits(case):
         root = Path(name)
         tensors = small.save(root / "hf")
         save_training(small, tensors, root / "trained", tp_size)
-        convert.mm_to_hf(root / "trained", root / "hf", root / "back").run(ONE_WORKER)
+        convert.mm_to_hf(root / "trained", root / "hf", root / "back").run(num_workers=1)
         assert files(root / "back") == files(root / "hf")
-        convert.resplit(root / "trained", root / "resplit", None, layout).run(ONE_WORKER)
-        convert.hf_to_mm(root / "hf", root / "direct", layout).run(ONE_WORKER)
+        convert.resplit(root / "trained", root / "resplit", None, layout).run(num_workers=1)
+        convert.hf_to_mm(root / "hf", root / "direct", layout).run(num_workers=1)
         resplit, direct = files(root / "resplit"), files(root / "direct")
         assert resplit.pop("manifest.json") and direct.pop("manifest.json")  # they name different sources
         assert resplit == direct

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf_config import model_from_hf, stored_problems
 from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
@@ -26,7 +25,6 @@ from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_w
 from tests.files import EXAMPLES
 from tests.mm_convert.models import SmallModel, layouts, small_models, write_sparse_mm
 
-ONE_WORKER = Options(num_workers=1)
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
 STORAGES = [Storage(format, structure) for format in Format for structure in Structure]
 
@@ -46,7 +44,7 @@ def test_any_layout_from_any_other(case):
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         tensors = small.save(root / "hf")
-        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(num_workers=1)
         if not has_manifest:
             (root / "mm" / "manifest.json").unlink()
         model = wanted.place(small.model)
@@ -70,8 +68,8 @@ def made(tmp_path_factory) -> Path:
     SMALL.save(root / "hf")
     for storage in STORAGES:
         name = f"{storage.format.value}-{storage.structure.value}"
-        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(ONE_WORKER)
-    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(ONE_WORKER)
+        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(num_workers=1)
+    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(num_workers=1)
     return root
 
 
@@ -120,7 +118,7 @@ def test_without_a_manifest_copies_are_compared_and_padding_is_zero(copy):
 def test_layers_that_the_peers_converter_loses(made, tmp_path):
     """Since 26.0.0 it omits the end of an LLM whose list begins with 0."""
     layout = Layout(((2, 0, 0),), ((0, 1, 2),), 1)
-    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(num_workers=1)
     (tmp_path / "mm" / "manifest.json").unlink()
     last = tmp_path / "mm" / "release" / "mp_rank_00_002" / "model.safetensors"
     lost = ("decoder.layers.1.", "final_layernorm", "output_layer")
@@ -132,7 +130,7 @@ def test_layers_that_the_peers_converter_loses(made, tmp_path):
 
 def test_directories_of_the_peers_hetero_parallel_are_named(made, tmp_path):
     """Each of its files holds the whole encoder."""
-    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(ONE_WORKER)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(num_workers=1)
     (tmp_path / "mm" / "manifest.json").unlink()
     first, last = (tmp_path / f"mm/release/mp_rank_00_{stage:03}/model.safetensors" for stage in range(2))
     vision = {name: tensor for name, tensor in load_file(first).items() if name.startswith("image_encoder.")}
@@ -179,7 +177,7 @@ def test_a_checkpoint_that_mindspeed_mm_trained(made, tmp_path):
     read_all(trained, needs_optimizer=False)
     source = open_to_train(trained, SMALL.model, needs_optimizer=False)
     assert (source.iteration, source.consumed_samples) == (100, 4800)
-    convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(ONE_WORKER)
+    convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(num_workers=1)
     for file in (made / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.checkpoint import convert, manifest, saved_steps
-from mm.checkpoint.convert import Options
 from mm.checkpoint.source import open_training
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError
@@ -184,7 +183,7 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
 @pytest.mark.parametrize(("layout", "tied"), [("tp2", ""), ("pp2", "-tied")])
 def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
-    convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(Options(num_workers=1))
+    convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(num_workers=1)
     expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -1,6 +1,11 @@
-"""Adapters and their base models: opens them together, exports adapters for PEFT, and merges them into the weights."""
+"""Adapters and their base models: opens and compares them, converts adapters, and merges them into the weights.
+
+PEFT stores adapters as Hugging Face tensors.  MindSpeed-MM stores them in its canonical structure: separate ones for q,
+k, v and gate, up.
+"""
 
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,21 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying
+from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying, to_mindspeed
 from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.layout import Layout, check_layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
+from mm.checkpoint.mindspeed_layout import Format, Storage, Structure, mindspeed_name
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
 from mm.checkpoint.saved_steps import PLAIN_MODES, Crc32s
-from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, open_adapter, open_to_train, open_training
+from mm.checkpoint.source import (
+    Kind,
+    QkvOrder,
+    Source,
+    find_kind,
+    open_adapter,
+    open_hf,
+    open_to_train,
+    open_training,
+)
 from mm.checkpoint.tensor_io import Blocks, tensor_bytes
 from mm.checkpoint.training_manifest import TrainingDirectory
+from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
-from mm.errors import UserError, refuse
+from mm.errors import UserError, naming, refuse
 from mm.weights.adapters import model_adapters
+from mm.weights.names import ALL_LINEAR
 from mm.weights.table import Place, Weight, model_weights
 from mm.weights.trained import saved_weights
 from mm.weights.views import View
+
+BASE = "--cfg.base_dir"
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
@@ -170,7 +189,100 @@ def base_notes(adapters: Source, base: Source) -> list[str]:
             f"whether that is the same model, so make sure that it is"]
 
 
-# Export
+# Conversions
+
+
+def peft_to_mindspeed(
+    lora_dir: str | Path, mm_dir: str | Path, layout: Layout, format: Format, base_dir: str | None = None
+) -> Conversion:
+    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the base model, by default the one the adapters name.
+
+    Raises UserError if the base model is missing, does not match the adapters, or the layout is invalid.
+    """
+    directory = AdapterDirectory.open(lora_dir)
+    model = directory.model(_base_model(directory, base_dir))
+    if model.trainable_modules:
+        raise UserError(f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained; MindSpeed-MM's "
+                        f"layout stores adapters only: make a whole model with merge_lora, and convert that.")
+    source = open_adapter(directory, model, is_own=True)
+    check_layout(layout, model, LAYOUT)
+    return to_mindspeed(source, Path(mm_dir), layout, Storage(format, Structure.CANONICAL, adapters_only=True))
+
+
+def mindspeed_to_peft(
+    mm_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Conversion:
+    """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory, which names ``base_dir``.
+
+    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given; raises UserError if one is missing, or if
+    a training checkpoint was trained on another model than ``base_dir``, by default the one that it states.
+    """
+    if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
+        source = open_saved(mm_dir)
+    else:
+        source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
+    if base_dir is not None and source.base_crc32 is not None and os.path.isdir(base_dir):
+        named = HFDirectory.open(base_dir, weights_required=False)
+        if named.tensors:
+            check_base(source, open_hf(named), HF_DIR)
+    return export_peft(source, save_hf_dir, base_dir or source.base_name)
+
+
+def open_mindspeed_adapters(
+    mm_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Source:
+    """Open adapters in MindSpeed-MM's layout; arguments as for ``mindspeed_to_peft``."""
+    directory = MindSpeedDirectory.open(mm_dir)
+    if not directory.storage.adapters_only:
+        raise UserError(f"{directory.path} does not hold adapters only; for a whole model use mm_to_hf.")
+    model = None
+    if directory.manifest is None:
+        if layout is None or base_dir is None or alpha is None:
+            raise UserError(f"{directory.path} has no manifest that describes its adapters; give {HF_DIR}, {LAYOUT} "
+                            f"and --cfg.lora_alpha: the base model, its layout and the alpha of the training.")
+        with naming(HF_DIR):
+            base = HFDirectory.open(base_dir, weights_required=False).model_config()
+        model = _found_model(directory, base, alpha)
+    return open_mindspeed(directory, model, layout)
+
+
+def merge_into_base(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Conversion:
+    """Adapters of any kind and the Hugging Face directory of their base model -> a whole model.
+
+    Adapters in MindSpeed-MM's layout need a manifest.
+    """
+    with naming(HF_DIR):
+        base = open_hf(HFDirectory.open(hf_dir))
+    if not holds_adapters(lora_dir, "--cfg.lora_dir"):
+        raise UserError(f"{lora_dir} holds a whole model, not adapters; if it is their base model, give it as "
+                        f"--cfg.hf_config.hf_dir.")
+    return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
+
+
+def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
+    path = base_dir or directory.base_name
+    if not path or not (Path(path) / "config.json").is_file():
+        raise UserError(f"{directory.path} names {path!r} as its base model, which is not a directory with a "
+                        f"config.json here; give the base model with {BASE}.")
+    with naming(BASE if base_dir else f"{directory.path / CONFIG_FILE}: base_model_name_or_path"):
+        return HFDirectory.open(path, weights_required=False).model_config()
+
+
+def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
+    """``base`` with adapters inferred from tensors.  All layers of a tower have the same, so layer numbers are ignored.
+    """
+    ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
+             for name, stored in contents.items() if ".lora_A." in name and stored.shape and stored.shape[0]}
+    whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
+    kinds = {one.layer: _kind(mindspeed_name(one.a.name)) for one in model_adapters(whole)}
+    layers = {layer: ranks[kind] for layer, kind in kinds.items() if kind in ranks}
+    return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))
+
+
+def _kind(name: str) -> str:
+    """MindSpeed-MM's name of a matrix without the chunk of a torch file and the layer number, which restarts at 0 on
+    every stage."""
+    return re.sub(r"^model\d*/|\.layers\.\d+", "", name)
 
 
 def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conversion:
