@@ -241,7 +241,8 @@ class MindSpeedDirectory:
             return f"{path}: {name} is {dtype_name(stored.dtype)}; expected floating-point numbers."
         stated = self._stated.get((file, name))
         if self.manifest is not None and (stated is None or stated.dtype != stored.dtype):
-            return f"{path}: {name} is {dtype_name(stored.dtype)}, but {MANIFEST_FILE} does not list it; convert again."
+            listed = "does not list it" if stated is None else f"says {dtype_name(stated.dtype)}"
+            return f"{path}: {name} is {dtype_name(stored.dtype)}, but {MANIFEST_FILE} {listed}; convert again."
         return None
 
     def _left_over(self, known: Mapping[str, set[str]]) -> list[str]:

@@ -195,7 +195,7 @@ def test_a_dtype_that_differs_from_the_manifest(made, tmp_path):
     file, name = path / "release/mp_rank_00_001/model.safetensors", "text_decoder.decoder.final_layernorm.weight"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].view(torch.float16)}, file)
-    assert problem_of(path).startswith(f"{file}: {name} is float16, but manifest.json does not list it")
+    assert problem_of(path).startswith(f"{file}: {name} is float16, but manifest.json says bfloat16; convert")
 
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
