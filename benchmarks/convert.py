@@ -32,10 +32,10 @@ import torch
 
 from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model
 from mm.checkpoint import convert
+from mm.checkpoint.directories import sync
 from mm.checkpoint.hf_config import model_from_hf
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import sync
 from mm.families.qwen2_5_vl import published_config
 from mm.weights.shard import memory_shape, readers
 from mm.weights.table import local_shape, model_weights, stage_weights

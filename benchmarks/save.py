@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
+from mm.checkpoint.directories import MEGATRON_MODES, new_file
 from mm.checkpoint.pipelined_write import BLOCK_BYTES, HostCopies, Values, write_tensors
-from mm.checkpoint.saved_steps import MEGATRON_MODES, new_file
 from mm.checkpoint.tensor_io import Files
 from mm.device.device import Device
 from mm.weights.views import Stored

@@ -22,8 +22,7 @@ from mm.checkpoint import convert
 from mm.checkpoint.adapters import merge_into_base, mindspeed_to_peft, peft_to_mindspeed
 from mm.checkpoint.convert import HF_DIR, LAYOUT, SOURCE_LAYOUT, TARGET_LAYOUT, Conversion
 from mm.checkpoint.hf import HFDirectory, are_module_names
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.peft import PREFIX
 from mm.errors import UserError, naming, printable, refuse
 

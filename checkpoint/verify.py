@@ -14,8 +14,8 @@ from torch import Tensor
 from mm.checkpoint.convert import HF_DIR, LAYOUT, num_threads
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import differences
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.source import Directory, Kind, Source, cure_of_damage, find, find_kind, open_hf, open_source
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import TrainingDirectory

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.process import free_port

@@ -8,8 +8,7 @@ import pytest
 
 from mm.checkpoint import convert
 from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.source import open_source
 from tests import tiny
 from tests.launch import run_ranks

@@ -16,10 +16,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm import train
 from mm.checkpoint.adapters import mindspeed_to_peft, peft_to_mindspeed
 from mm.checkpoint.convert import hf_to_mm
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.directories import LATEST_FILE
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.checkpoint.peft import AdapterDirectory
-from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.args import Arguments
 from mm.config.run import load_run

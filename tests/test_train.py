@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from mm import process
 from mm.checkpoint import convert
-from mm.checkpoint import saved_steps as files
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint import directories as files
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.config.model import read_model
 from mm.lock import Claim
 from mm.timeline.spans import TIMED, seconds_key

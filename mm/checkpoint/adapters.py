@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying, to_mindspeed
+from mm.checkpoint.directories import PLAIN_MODES, Crc32s
 from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
-from mm.checkpoint.layout import Layout, check_layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure, mindspeed_name
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure, check_layout, mindspeed_name
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
-from mm.checkpoint.saved_steps import PLAIN_MODES, Crc32s
 from mm.checkpoint.source import (
     Kind,
     QkvOrder,
@@ -38,10 +37,8 @@ from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
-from mm.weights.adapters import model_adapters
-from mm.weights.names import ALL_LINEAR
-from mm.weights.table import Place, Weight, model_weights
-from mm.weights.trained import saved_weights
+from mm.weights.table import ALL_LINEAR, Place, Weight, model_weights
+from mm.weights.trained import model_adapters, saved_weights
 from mm.weights.views import View
 
 BASE = "--cfg.base_dir"

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
-from mm.checkpoint.layout import Layout, check_layout
-from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
-from mm.checkpoint.mindspeed_layout import RELEASE, Format, Storage, Structure, mindspeed_targets
-from mm.checkpoint.saved_steps import (
+from mm.checkpoint.directories import (
     LATEST_FILE,
     MEGATRON_MODES,
     PART,
@@ -32,6 +27,10 @@ from mm.checkpoint.saved_steps import (
     tidy,
     unfinished,
 )
+from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
+from mm.checkpoint.mindspeed_layout import RELEASE, Format, Layout, Storage, Structure, check_layout, mindspeed_targets
 from mm.checkpoint.source import QkvOrder, Source, open_hf, open_source
 from mm.checkpoint.tensor_io import Blocks, Files, groups
 from mm.config.args import VitQkvOrder

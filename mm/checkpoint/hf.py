@@ -25,7 +25,7 @@ from mm.checkpoint.hf_config import (
     stated_family,
     with_dtype,
 )
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import (
     FLOAT_DTYPES,
     read_header,
@@ -37,8 +37,7 @@ from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.families.known import FAMILIES
 from mm.files import json_object
-from mm.weights.names import LIVE_STARTS, published_name
-from mm.weights.table import model_weights
+from mm.weights.table import LIVE_STARTS, model_weights, published_name
 from mm.weights.views import Stored, TargetFile, View, dtype_name, whole_view, whole_views
 
 SINGLE_FILE = "model.safetensors"

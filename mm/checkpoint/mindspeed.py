@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from mm import environment
-from mm.checkpoint.layout import Layout, check_layout
+from mm.checkpoint.directories import LATEST_FILE, iteration_name, named_iteration
 from mm.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest, stated_tensor, tensor_json, validated
 from mm.checkpoint.mindspeed_layout import (
     RELEASE,
     TORCH_FILE,
     Format,
+    Layout,
     Storage,
     Structure,
+    check_layout,
     encoder_of,
     is_canonical_name,
     num_layers,
@@ -28,7 +30,6 @@ from mm.checkpoint.mindspeed_layout import (
     rank_of,
 )
 from mm.checkpoint.safetensors import read_header
-from mm.checkpoint.saved_steps import LATEST_FILE, iteration_name, named_iteration
 from mm.checkpoint.torch_file import read_consumed_samples, read_torch_file
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse

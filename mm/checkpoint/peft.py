@@ -21,10 +21,8 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.files import json_object
-from mm.weights.adapters import model_adapters
-from mm.weights.names import ALL_LINEAR, live_name, published_name
-from mm.weights.table import model_weights
-from mm.weights.trained import saved_weights
+from mm.weights.table import ALL_LINEAR, live_name, model_weights, published_name
+from mm.weights.trained import model_adapters, saved_weights
 from mm.weights.views import Stored, TargetFile, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

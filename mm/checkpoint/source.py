@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm.checkpoint.directories import LATEST_FILE, complete_iterations, find_checkpoint
 from mm.checkpoint.hf import HFDirectory, language_views, output_layer_hint
 from mm.checkpoint.hf_config import FREE_ON_RESUME, model_from_hf, stored_problems
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Storage, Structure
+from mm.checkpoint.mindspeed_layout import Layout, Storage, Structure
 from mm.checkpoint.peft import AdapterDirectory, is_peft_directory
-from mm.checkpoint.saved_steps import LATEST_FILE, complete_iterations, find_checkpoint
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirectory
 from mm.config.args import VitQkvOrder

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.errors import UserError
-from mm.weights.views import Span, Stored, Stretch, View, ViewIndex, dtype_name
+from mm.weights.views import Span, Stored, StoredSpan, View, ViewIndex, dtype_name
 
 BUFFER_BYTES = 1 << 18
 """Size of one read or write.  It fits a second-level cache; 4 MiB took twice as long."""
@@ -156,10 +156,10 @@ class Files:
             return False
         return all(a == b for a, b in zip(self._blocks(one), self._blocks(other), strict=True))
 
-    def is_zero(self, stretch: Stretch) -> bool:
-        """Whether every byte of ``stretch`` is zero."""
-        blocks = stretch.view.blocks(range(stretch.start, stretch.stop), BUFFER_BYTES)
-        return not any(self._read_columns(stretch.view, rows, indices).any() for rows, indices in blocks)
+    def is_zero(self, part: StoredSpan) -> bool:
+        """Whether every byte of ``part`` is zero."""
+        blocks = part.view.blocks(range(part.start, part.stop), BUFFER_BYTES)
+        return not any(self._read_columns(part.view, rows, indices).any() for rows, indices in blocks)
 
     def _blocks(self, stored: Stored) -> Iterator[memoryview]:
         """The bytes of a tensor in order; the next block overwrites the previous one."""

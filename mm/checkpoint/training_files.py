@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.pipelined_write import ON_HOST, Host, Values, write_tensors
-from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import (
+from mm.checkpoint.directories import (
     LATEST_FILE,
     LEFTOVER_NAME,
     MEGATRON_MODES,
@@ -27,6 +24,9 @@ from mm.checkpoint.saved_steps import (
     run_ids,
     sync,
 )
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.pipelined_write import ON_HOST, Host, Values, write_tensors
+from mm.checkpoint.safetensors import safetensors_file
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
 from mm.errors import UserError
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.directories import find_checkpoint, instead_of
 from mm.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest, stated_tensor, tensor_json, validated
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import read_header
-from mm.checkpoint.saved_steps import find_checkpoint, instead_of
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, counted
-from mm.weights.fp32_split import REMAINDER, joined
+from mm.weights.shard import REMAINDER, joined
 from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Stored, View, shard_view, share_numbers
@@ -37,7 +37,7 @@ class CheckpointTensor:
     name: str
     """Name of the weight, with the global layer number."""
     kind: str
-    """"weight", "master" (its fp32 copy), "remainder" (what a bf16 weight lacks of that, ``mm.weights.fp32_split``),
+    """"weight", "master" (its fp32 copy), "remainder" (what a bf16 weight lacks of that, ``mm.weights.shard``),
     "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
     tp_rank: int
     """0 for tensors that are equal on all tensor-parallel ranks and therefore stored once."""

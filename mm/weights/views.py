@@ -187,7 +187,7 @@ def whole_views(
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StoredSpan:
     """A range of one tensor of the model, or of padding, as a view holds it."""
 
     view: View
@@ -212,9 +212,9 @@ class ViewIndex:
         first: dict[tuple[Span, ...], View] = {}
         self.copies: list[tuple[View, View]] = []
         """Pairs that must be equal, because only the first of each is read."""
-        self.padding: list[Stretch] = []
+        self.padding: list[StoredSpan] = []
         """It must be zero, because it is not read."""
-        self._stretches: dict[str, list[Stretch]] = {}
+        self._stored: dict[str, list[StoredSpan]] = {}
         for view in views:
             holds_model = any(span.key is not None for span in view.spans)
             kept = first.setdefault(view.spans, view) if holds_model else view
@@ -222,25 +222,25 @@ class ViewIndex:
                 self.copies.append((kept, view))
             position = 0
             for span in view.spans:
-                stretch = Stretch(view, position, span)
+                part = StoredSpan(view, position, span)
                 position += span.length
                 if span.key is None:
-                    self.padding.append(stretch)
+                    self.padding.append(part)
                 elif kept is view:
-                    self._stretches.setdefault(span.key, []).append(stretch)
+                    self._stored.setdefault(span.key, []).append(part)
             assert position == view.num_indices, view
-        for stretches in self._stretches.values():
-            stretches.sort(key=lambda stretch: stretch.span.start)
+        for spans_of_key in self._stored.values():
+            spans_of_key.sort(key=lambda part: part.span.start)
 
-    def find(self, span: Span) -> Sequence[Stretch]:
+    def find(self, span: Span) -> Sequence[StoredSpan]:
         """The stored parts of ``span``, in order."""
-        found: list[Stretch] = []
+        found: list[StoredSpan] = []
         reached = span.start
-        for stretch in self._stretches.get(span.key, ()) if span.key is not None else ():
-            held, stop = stretch.span, min(stretch.span.stop, span.stop)
+        for part in self._stored.get(span.key, ()) if span.key is not None else ():
+            held, stop = part.span, min(part.span.stop, span.stop)
             if held.start <= reached < stop:
-                start = stretch.start + reached - held.start
-                found.append(Stretch(stretch.view, start, Span(span.key, reached, stop - reached)))
+                start = part.start + reached - held.start
+                found.append(StoredSpan(part.view, start, Span(span.key, reached, stop - reached)))
                 reached = stop
         assert span.key is None or reached == span.stop, f"{span} is not stored"
         return found

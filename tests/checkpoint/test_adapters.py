@@ -30,14 +30,13 @@ from mm.checkpoint.adapters import (
     peft_to_mindspeed,
 )
 from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format
+from mm.checkpoint.mindspeed_layout import Format, Layout
 from mm.checkpoint.peft import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterDirectory
 from mm.checkpoint.source import open_source
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.adapters import model_adapters
+from mm.weights.trained import model_adapters
 from tests.mm_convert.models import files
 from tests.peft_oracle import peft_model, peft_tensors
 from tests.tiny import TOKENS_PER_SECOND, hf_model, hf_tensors, our_config

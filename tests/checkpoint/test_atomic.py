@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.errors import UserError
 from tests.mm_convert.models import SmallModel
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure, rank_files
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure, rank_files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
 from mm.weights.table import fuse, shard

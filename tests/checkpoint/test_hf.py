@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mm.checkpoint import convert
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import for_both_versions
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.source import open_source, open_to_train
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig

@@ -11,7 +11,7 @@ import torch
 from mm.checkpoint import convert
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import for_both_versions, is_tied, model_from_hf
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.errors import UserError
 from tests.saved_hf import cast, save
 

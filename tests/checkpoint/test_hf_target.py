@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mm.checkpoint import convert
 from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from tests import tiny
 from tests.checkpoint.test_hf_config import FORMS
 from tests.saved_hf import cast, save, weight_files

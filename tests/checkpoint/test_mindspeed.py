@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mm.checkpoint.directories import LATEST_FILE
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.errors import UserError
 
 

@@ -42,12 +42,12 @@ class FarMemory:
 def values(draw) -> Values:
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
-    real, padding, rows = draw(st.integers(1, 40)), draw(st.integers(0, 9)), draw(st.integers(1, 9))
-    stretch = real + padding
-    start = draw(st.integers(0, rows * stretch))
-    stop = draw(st.integers(start, rows * stretch))
+    row, padding, rows = draw(st.integers(1, 40)), draw(st.integers(0, 9)), draw(st.integers(1, 9))
+    padded_row = row + padding
+    start = draw(st.integers(0, rows * padded_row))
+    stop = draw(st.integers(start, rows * padded_row))
     live = torch.randint(0, 100, (stop - start,), generator=generator).to(dtype)
-    memory = MemoryLayout((rows * stretch,), (rows * real,), real, stretch)
+    memory = MemoryLayout((rows * padded_row,), (rows * row,), row, padded_row)
     return Values(live, draw(st.sampled_from([memory, None])), start)
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.checkpoint.source import QkvOrder, open_to_train
 from mm.weights.table import model_weights
 from tests.mm_convert.models import SmallModel, files, run

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.source import open_source
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError

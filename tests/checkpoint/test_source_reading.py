@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from mm.checkpoint import convert
 from mm.checkpoint.hf_config import model_from_hf, stored_problems
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.source import open_source, open_to_train
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError

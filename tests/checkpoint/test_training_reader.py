@@ -12,7 +12,7 @@ from mm.checkpoint import training_files as writer
 from mm.checkpoint.pipelined_write import Values
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor, TrainingDirectory
-from mm.weights.fp32_split import split
+from mm.weights.shard import split
 from mm.weights.table import local_shape, model_weights, shard
 from tests.mm_convert.models import SmallModel
 

@@ -60,7 +60,7 @@ def commands(root: Path, stop_word: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mm.checkpoint import convert
-    from mm.checkpoint.layout import Layout
+    from mm.checkpoint.mindspeed_layout import Layout
 
     directory = write_inputs(tmp_path_factory.mktemp("commands"))
     write_prompts(directory)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.data.encode.encoder import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.generation.layouts_worker import CASES, FEW, WITH_ADAPTERS

@@ -16,8 +16,7 @@ from torch import Tensor
 from checkpoint.verify import DiffReport, diff_directories
 from mm.checkpoint import convert, training_manifest
 from mm.checkpoint import training_files as writer
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.pipelined_write import Values
 from mm.errors import UserError
 from mm.weights.table import fuse, model_weights, shard

@@ -14,9 +14,8 @@ import pytest
 from checkpoint.verify import verify_directory
 from mm.checkpoint import convert
 from mm.checkpoint.convert import Conversion
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
-from mm.checkpoint.saved_steps import MEGATRON_MODES, unfinished
+from mm.checkpoint.directories import MEGATRON_MODES, unfinished
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.errors import UserError
 from tests.mm_convert.models import SmallModel, files
 

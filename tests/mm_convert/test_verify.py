@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.verify import show_directory, verify_directory
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.errors import UserError
 from tests.mm_convert.models import SmallModel
 

@@ -27,9 +27,8 @@ from mm.run.checkpoint import restore as state
 from mm.run.checkpoint.save import BegunSave
 from mm.run.optim.optimizer import MOMENTS, owned_states
 from mm.run.step import forward_backward
-from mm.weights.adapters import model_adapters
 from mm.weights.table import model_weights, stage_weights
-from mm.weights.trained import is_frozen, saved_among, saved_weights
+from mm.weights.trained import is_frozen, model_adapters, saved_among, saved_weights
 from tests.parallel.case_model import config_of
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, MIXED, LoraCase

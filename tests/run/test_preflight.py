@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.config.generate import load_asking
 from mm.config.run import load_run
 from mm.errors import UserError

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from mm.weights.fp32_split import joined, split
+from mm.weights.shard import joined, split
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
 TIE = 0x8000

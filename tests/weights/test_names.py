@@ -1,7 +1,7 @@
 """Patterns of names match in a time that their length bounds."""
 
 
-from mm.weights.names import is_target
+from mm.weights.table import is_target
 
 
 def test_spans_of_layers() -> None:

@@ -12,7 +12,6 @@ from mm.checkpoint.mindspeed_layout import stage_local_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems
-from mm.weights.names import live_name, published_name
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -21,8 +20,10 @@ from mm.weights.table import (
     fuse,
     fuse_pieces,
     hf_ranges,
+    live_name,
     local_shape,
     model_weights,
+    published_name,
     shard,
     stage_weights,
     unshard,

@@ -19,9 +19,9 @@ from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.linear import linear
 from mm.model.parallel.sharded_rows import CutRows, reduce_rows
 from mm.parallel.zero.gradient_buffers import gradient_from, take_buffer
-from mm.weights.adapters import layer_weight, matrix_pairs
 from mm.weights.shard import memory_shape
 from mm.weights.table import Fusion, Weight, local_shape
+from mm.weights.trained import layer_weight, matrix_pairs
 
 
 class _DroppedLinear(torch.autograd.Function):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mm.checkpoint import convert
-from mm.checkpoint.saved_steps import LATEST_FILE
+from mm.checkpoint.directories import LATEST_FILE
 from mm.errors import UserError
 from tests.files import json_lines
 from tests.launch import run_ranks
