@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
-from mm.checkpoint.directories import MEGATRON_MODES, new_file
 from mm.checkpoint.pipelined_write import BLOCK_BYTES, HostCopies, Values, write_tensors
 from mm.checkpoint.tensor_io import Files
+from mm.checkpoint.training_files import new_file
 from mm.device.device import Device
 from mm.weights.views import Stored
 
@@ -60,7 +60,7 @@ def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
 def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
     """Save as this trainer did until 2026-11-23."""
     crc32s = {}
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         for name, tensor in tensors:
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(data)
@@ -69,7 +69,7 @@ def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict
 
 
 def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device, block_bytes: int) -> dict[str, int]:
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device.runtime, block_bytes)
 
 

@@ -36,7 +36,7 @@ def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_
     directory = find(path, "--cfg.mm_dir")
     if isinstance(directory, HFDirectory):
         raise UserError(f"{path} is a Hugging Face directory, which has no checksums; compare two of them with diff.")
-    done = list(directory.notes)
+    done = list(directory.notes) if isinstance(directory, TrainingDirectory) else []
     if directory.stated is None and hf_dir is None:
         raise UserError(f"{path} has no {MANIFEST_FILE} to compare with; give {HF_DIR}.")
     if directory.stated is not None:

@@ -22,9 +22,9 @@ from mm.checkpoint.directories import (
     Modes,
     begin_file,
     commit,
+    delete_leftovers,
     finish_file,
     left_bytes,
-    tidy,
     unfinished,
 )
 from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
@@ -92,7 +92,7 @@ class Conversion:
             return
         target = self.target.resolve()
         if not overwrite and self._is_done(target, num_workers):
-            tidy(target)
+            delete_leftovers(target)
             print(f"{target} is already identical; nothing was written.")
             return
         check_replaceable(target, self.sources, self.num_bytes, self.is_ours, overwrite)

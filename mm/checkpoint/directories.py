@@ -1,13 +1,11 @@
-"""Which training checkpoints a directory holds, found by names and heads of manifests, and which one to load.
-
-``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
-directory ``<dir>/iter_0000010``.  A directory of that name is complete: it is written under another name (``.tmp-``)
-and then renamed.  Any other directory is a leftover, and counts as nothing.
-
-Directories that appear complete or not at all, for conversions and training checkpoints.
+"""Directories that appear complete or not at all, and which checkpoints of a training a directory holds.
 
 Everything is written to a temporary sibling, which is renamed at the end.  If a conversion is interrupted, its finished
 files stay there, and the same conversion continues after them.
+
+``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
+directory ``<dir>/iter_0000010``, complete by its name.  Other directories, such as ``.tmp-``, are leftovers and count
+as nothing.
 """
 
 import fcntl
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mm.checkpoint.manifest import MANIFEST_FILE, read_head
 from mm.errors import UserError, refuse
@@ -53,15 +51,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """Open a new file for writing, which must not exist yet.  It is flushed to disk when the block ends."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
-        yield opened
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
 def put_in_place(finished: Path, target: Path, aside: Path) -> None:
     """Rename a directory, already flushed to disk, to ``target``.  An existing target is renamed to ``aside``."""
     replaces = target.exists()
@@ -84,9 +73,9 @@ def unfinished(target: Path, conversion: str, modes: Modes) -> Iterator[Path]:
     is writing the target.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder, path = _temporary(target), _sibling(target, "lock")
+    folder, path = _sibling(target), _sibling(target, ".lock")
     refuse(f"{one}: is a link, which mm-convert never makes; remove it, or give another target."
-           for one in (path, folder, _sibling(target, "old")) if one.is_symlink())
+           for one in (path, folder, _sibling(target, ".old")) if one.is_symlink())
     with os.fdopen(regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, modes.file), "r+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,35 +121,32 @@ def commit(folder: Path, target: Path) -> None:
     """Flush the temporary directory of ``target`` to disk, rename it, and delete the old target."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
-    shutil.rmtree(_sibling(target, "old"), ignore_errors=True)
-    put_in_place(folder, target, _sibling(target, "old"))
-    tidy(target)
+    shutil.rmtree(_sibling(target, ".old"), ignore_errors=True)
+    put_in_place(folder, target, _sibling(target, ".old"))
+    delete_leftovers(target)
 
 
-def tidy(target: Path) -> None:
+def delete_leftovers(target: Path) -> None:
     """Delete what is beside a complete ``target``."""
-    shutil.rmtree(_sibling(target, "old"), ignore_errors=True)
-    _sibling(target, "lock").unlink(missing_ok=True)
+    shutil.rmtree(_sibling(target, ".old"), ignore_errors=True)
+    _sibling(target, ".lock").unlink(missing_ok=True)
 
 
 def left_bytes(target: Path) -> int:
     """Disk space of files that an interrupted run left for ``target``; they will be reused or freed."""
-    folder = _temporary(target)
+    folder = _sibling(target)
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
-def _temporary(target: Path) -> Path:
-    return target.with_name(f".{target.name}.mm-convert")
+def _sibling(target: Path, suffix: str = "") -> Path:
+    return target.with_name(f".{target.name}.mm-convert{suffix}")
 
 
-def _sibling(target: Path, word: str) -> Path:
-    return target.with_name(f".{target.name}.mm-convert.{word}")
-
+# Checkpoints of a training
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
-
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(?:(?:tmp|old)-\w+|dying)")
 """What interrupted saves leave; earlier versions saved ``.dying`` when a run failed."""

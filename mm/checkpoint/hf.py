@@ -1,8 +1,6 @@
-"""Hugging Face directories as a source of weights: finds and checks their files, and describes them as views.
+"""Hugging Face directories: finds and checks their files, describes them as views, and lays out new ones.
 
 Only headers are read.  Names and shapes come from ``mm.weights.table``.
-
-New Hugging Face directories modelled on a base: which tensor goes into which file, and the other files.
 """
 
 import json
@@ -211,10 +209,8 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
         raise UserError(f"{path} has no 'weight_map' of tensor names to shard files; download it again.")
     shards = list(dict.fromkeys(weight_map.values()))
     if missing := [name for name in shards if name not in files]:
-        raise UserError(
-            f"{directory} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} lists: "
-            f"{', '.join(missing)}. The download was probably interrupted; finish it."
-        )
+        raise UserError(f"{directory} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} lists: "
+                        f"{', '.join(missing)}. The download was probably interrupted; finish it.")
     return index, shards
 
 
@@ -258,6 +254,8 @@ def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again.") from error
 
+
+# New directories, modelled on a base
 
 _SHARD_BYTES = 5_000_000_000
 """Size of a shard file if the base has no weights; transformers 4 used 5 GB as well."""

@@ -1,17 +1,14 @@
-"""Converts Hugging Face's ``config.json``, flat (transformers 4) or nested (5), to a ModelConfig, and compares models.
-
-Also adds the keys that either version needs to read the same model from it.
-"""
+"""``config.json``, flat (transformers 4) or nested (5): the model that it describes, compared with others, and written
+so that both versions read the same model."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -112,14 +109,11 @@ def _sections(config: Section, family: Family, file: object) -> dict[str, Sectio
 # Comparing models
 
 
-@dataclass(frozen=True)
-class FieldDifference:
-    """A field in which two models differ, with tuples as lists, as in JSON."""
+class FieldDifference(NamedTuple):
+    """A field in which two models differ, its key in a model JSON, and both values, with tuples as lists."""
 
     field: str
-    """"language.num_layers", or "image_token_id" at the top."""
     json_name: str
-    """The key in a model JSON file."""
     first: Any
     second: Any
 
@@ -143,11 +137,10 @@ def _equal(one: Any, other: Any) -> bool:
 def hf_problems(
     model: ModelConfig, directory: str | Path, model_path: str, config_bytes: bytes | None = None
 ) -> list[str]:
-    """How ``model``, read from ``model_path``, differs from the model in ``directory``.
+    """How ``model``, read from ``model_path``, differs from the model in ``directory``: a table in one problem.
 
-    One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
-    A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: the content of ``config.json``,
-    if it has already been read.
+    Empty if they agree or there is no ``config.json``.  What that file leaves out is not compared.  ``config_bytes``:
+    its content, if it has already been read.
     """
     path = Path(directory) / "config.json"
     if config_bytes is None and not path.is_file():

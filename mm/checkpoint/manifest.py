@@ -69,10 +69,8 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
 
 def tensor_json(stored: Stored) -> dict[str, Any]:
     """A tensor's entry in a manifest."""
-    return {
-        "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
-        "crc32": stored.crc32,
-    }  # fmt: skip
+    return {"file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
+            "crc32": stored.crc32}
 
 
 def stated_tensor(entry: Mapping[str, Any], name: str | None = None) -> Stored:

@@ -1,7 +1,6 @@
-"""Directories in MindSpeed-MM's layout, as a source of weights for any other layout.
+"""Directories in MindSpeed-MM's layout: conversions by this project, and conversions and checkpoints by MindSpeed-MM.
 
-Reads conversions by this project, and conversions and training checkpoints by MindSpeed-MM.  Without a manifest, the
-layout is inferred from file and tensor names, and the model must be given.
+Without a manifest, the layout is inferred from file and tensor names, and the model must be given.
 """
 
 import dataclasses
@@ -68,10 +67,7 @@ class ConvertedManifest:
 
     @classmethod
     def read(cls, directory: Path) -> "ConvertedManifest | None":
-        """The manifest of ``directory``, or None.
-
-        Raises UserError if it is damaged or of another format or version.
-        """
+        """The manifest of ``directory``, or None; raises UserError if it is damaged or of another version."""
         if not (directory / MANIFEST_FILE).is_file():
             return None
         content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
@@ -87,11 +83,8 @@ class ConvertedManifest:
     def text(self) -> str:
         """The content of the manifest file."""
         model = dataclasses.asdict(self.model)
-        layout = {
-            "vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
-            "llm_pp_layers": model["language"].pop("pipeline_num_layers"),
-            "tp_size": self.tp_size,
-        }
+        layout = {"vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
+                  "llm_pp_layers": model["language"].pop("pipeline_num_layers"), "tp_size": self.tp_size}
         content = {
             "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
             "save_format": self.storage.format.value, "structure": self.storage.structure.value,
@@ -114,8 +107,6 @@ class MindSpeedDirectory:
     """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file (relative to ``path``) and name."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user, a field of every kind of directory; none here."""
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
@@ -210,8 +201,8 @@ class MindSpeedDirectory:
         Views have the checksums of the manifest.  Raises UserError if the manifest describes other files.
         """
         if self.manifest is not None and self.manifest.storage != self.storage:
-            raise UserError(
-                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again.")
+            raise UserError(f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert "
+                            f"again.")
         views: list[View] = []
         problems: list[str] = []
         known: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Which file in MindSpeed-MM's layout holds which weights, and in which form; for reading and for writing.
+"""Which file in MindSpeed-MM's layout holds which weights, and in which form.  Pure: opens no file.
 
 ``<dir>/latest_checkpointed_iteration.txt`` contains ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds one
 rank's weights: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
@@ -6,14 +6,9 @@ rank's weights: ``model.safetensors`` (``model0.safetensors``, ``model1.safetens
 count layers from 0 in every slot.
 
 MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up separate, and the ViT's
-qkv in Hugging Face's order; the rest equals the fused structure, which the trainer uses.  Pure: opens no file.
-
-The layout of a weight directory: pipeline lists, tensor-parallel size, and whether the encoder is cut.
-
-The rules are in ``mm.placement`` and ``mm.config.model``; this module adds the names of the flags.
+qkv in Hugging Face's order; the rest equals the fused structure, which the trainer uses.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +17,7 @@ from enum import Enum
 import torch
 
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.torch_file import Tensors, TorchFile
+from mm.checkpoint.torch_file import TorchFile
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.errors import refuse
 from mm.placement import PipelineLayout, StageSpec, layout_problems
@@ -47,12 +42,9 @@ class Layout:
 
     def place(self, model: ModelConfig) -> ModelConfig:
         """``model`` on this layout."""
-        return dataclasses.replace(
-            model,
-            vision=dataclasses.replace(model.vision, pipeline_num_layers=self.vision),
-            language=dataclasses.replace(model.language, pipeline_num_layers=self.language),
-            encoder_placement=self.encoder,
-        )
+        return replace(model, vision=replace(model.vision, pipeline_num_layers=self.vision),
+                       language=replace(model.language, pipeline_num_layers=self.language),
+                       encoder_placement=self.encoder)
 
     def __str__(self) -> str:
         vision, language = ([list(chunk) for chunk in layout] for layout in (self.vision, self.language))
@@ -62,11 +54,9 @@ class Layout:
 
 def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
     """Raise UserError if ``model`` cannot be placed or cut on ``layout``, which ``flag`` gave."""
-    problems = layout_problems(
-        layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
-        f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers",
-    )  # fmt: skip
-    placed = dataclasses.replace(model, encoder_placement=layout.encoder)
+    problems = layout_problems(layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
+                               f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers")
+    placed = replace(model, encoder_placement=layout.encoder)
     if layout.tp_size not in placed.tp_sizes:
         vision = "" if placed.encodes_whole else f", {model.vision.num_attention_heads} ViT heads"
         problems.append(
@@ -182,23 +172,17 @@ def mindspeed_targets(
     views, files = [], []
     for name, members in by_file.items():
         owned = {key: (weight, member.tp_rank) for member in members for key, weight in member.weights.items()}
-        described = {
-            key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
-        }
-        file = _torch_file(name, members, described) if storage.format is Format.TORCH else safetensors_file(
-            name, [(key, *spec) for key, spec in described.items()])
+        described = {key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size))
+                     for key, (weight, _) in owned.items()}
+        if storage.format is Format.TORCH:
+            file = TorchFile.new(name, {
+                one.chunk_key: {key.removeprefix(f"{one.chunk_key}/"): described[key] for key in one.weights}
+                for one in members})
+        else:
+            file = safetensors_file(name, [(key, *spec) for key, spec in described.items()])
         files.append(file)
-        for stored in file.tensors:
-            weight, tp_rank = owned[stored.name]
-            views.append(shard_view(stored, weight, tp_size, tp_rank))
+        views += [shard_view(stored, owned[stored.name][0], tp_size, owned[stored.name][1]) for stored in file.tensors]
     return views, files
-
-
-def _torch_file(name: str, members: list[RankFile], described: Tensors) -> TorchFile:
-    return TorchFile.new(name, {
-        member.chunk_key: {key.removeprefix(f"{member.chunk_key}/"): described[key] for key in member.weights}
-        for member in members
-    })
 
 
 def rank_of(directory_name: str) -> tuple[int, int] | None:
@@ -235,8 +219,7 @@ def num_layers(names: Iterable[str]) -> tuple[int, int]:
     """(ViT layers, LLM layers) of a slot with these tensor names."""
     counts = {"image_encoder.encoder.blocks": 0, "text_decoder.decoder": 0}
     for name in names:
-        match = _LAYER.match(name)
-        if match:
+        if match := _LAYER.match(name):
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]
 
@@ -255,4 +238,4 @@ def encoder_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> EncoderPlacemen
 
 def is_canonical_name(name: str) -> bool:
     """Whether only the canonical structure has a tensor of this name."""
-    return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _SEPARATE
+    return name.rpartition(".")[0].rpartition(".")[2] in _SEPARATE

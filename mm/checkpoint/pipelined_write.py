@@ -1,8 +1,7 @@
 """Writes tensors to a file in a pipeline of blocks: one is copied to the host, one checksummed, one written.
 
-``Host`` abstracts the copy from a device.  Nothing here communicates with other ranks, so a save may run in any thread.
-
-Copies in host memory of what a save writes, so that training may go on while they are written.
+``HostCopies`` copies everything first, so that training may go on.  Nothing here communicates with other ranks, so a
+save may run in any thread.
 """
 
 import zlib
@@ -134,11 +133,10 @@ _LARGEST_BYTES = 4 << 30
 
 
 def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where tensors of these sizes are copied: the segment and byte offset of each, and the size of each segment.
+    """The segment and byte offset of a tensor of each size, and the size of each segment.
 
-    Sizes of segments are powers of two, because torch rounds pinned memory up to one; a single segment could take
-    nearly twice the memory.  First-fit by decreasing size.  A new segment is no larger than what is left to place,
-    unless a single tensor needs it.
+    Segments are powers of two, because torch rounds pinned memory up to one, and none is larger than what is left to
+    place unless a tensor needs it: a single segment could take nearly twice the memory.  First fit, largest first.
     """
     aligned = [-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes_bytes]
     left = sum(aligned)
@@ -164,8 +162,7 @@ def _power_of_two(value: int) -> int:
 def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
     """Host memory as bytes, pinned on an accelerator.
 
-    Raises UserError if it cannot be allocated.  The message begins with ``needs``, what needs the memory, and ends
-    with ``cure``, what to do.
+    Raises UserError if it cannot be allocated: ``needs`` says what for, ``cure`` what to do.
     """
     try:
         pinned = host.host_buffer(num_bytes)
@@ -186,16 +183,9 @@ class HostCopies:
         return sum(len(segment) for segment in self._segments)
 
     def take(self, live: Sequence[Values]) -> list[Values]:
-        """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten.
-
-        Values that are copies already are returned unchanged.
-        """
+        """Copies of ``live``, complete on return, except of values that are copies.  Earlier copies are overwritten."""
         changing = [values for values in live if not values.is_copy]
-        copies = iter(self._copied(changing))
-        return [values if values.is_copy else next(copies) for values in live]
-
-    def _copied(self, live: Sequence[Values]) -> list[Values]:
-        flats = [values.live.detach().reshape(-1) for values in live]
+        flats = [values.live.detach().reshape(-1) for values in changing]
         places, sizes_bytes = places_in_segments([flat.nbytes for flat in flats])
         if sizes_bytes != [len(segment) for segment in self._segments]:
             self._segments = []  # freed before the new memory is allocated
@@ -205,5 +195,6 @@ class HostCopies:
         into = [self._segments[segment][at : at + flat.nbytes].view(flat.dtype)
                 for flat, (segment, at) in zip(flats, places, strict=True)]
         arriving = [self._host.start_copying_back(flat, memory) for flat, memory in zip(flats, into, strict=True)]
-        return [Values(arrived(), values.memory, values.start)
-                for values, arrived in zip(live, arriving, strict=True)]
+        copies = (Values(arrived(), values.memory, values.start)
+                  for values, arrived in zip(changing, arriving, strict=True))
+        return [values if values.is_copy else next(copies) for values in live]

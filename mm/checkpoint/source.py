@@ -2,11 +2,6 @@
 
 A source is a set of views that cover the model: a Hugging Face directory, one in MindSpeed-MM's layout, a training
 checkpoint or a PEFT directory.  Opening reads headers only.
-
-The row order of the ViT's qkv in a directory by MindSpeed-MM, which no file states.
-
-Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave it
-as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the same model shows which it is.
 """
 
 import hashlib
@@ -38,70 +33,8 @@ from mm.families.known import FAMILIES
 from mm.weights.table import Fusion, Weight, local_shape, model_weights
 from mm.weights.views import View, ViewIndex, cut_dim, shard_spans
 
-
-@dataclass(frozen=True)
-class QkvOrder:
-    """How the order is determined: stated by the user, or by comparison with a Hugging Face directory."""
-
-    stated: VitQkvOrder | None = None
-    """The order that the user states."""
-    base: str | Path | None = None
-    """A Hugging Face directory of the model, or of the model that the training started from."""
-    flag: str = ""
-    """The flag that states the order; if empty, the order is not examined."""
-
-
-def in_qkv_order(
-    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
-) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
-    """Return ``directory`` annotated with its qkv order, and notes for the user.
-
-    Directories by this project, and those of the canonical structure, have one possible order.
-    """
-    if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
-        return directory, ()
-    whole = replace(directory, storage=replace(directory.storage, whole_vision_qkv=True))
-    found = order.stated
-    if found is None and order.base is not None:
-        base = HFDirectory.open(order.base, weights_required=False)
-        if base.tensors:
-            found = _order_by_comparison(directory, whole, model, tp_size, base)
-    if found is None:
-        return directory, (
-            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head.  If "
-            f"MindSpeed-MM 2.2.0 or 2.3.0 converted it, give {order.flag} whole",)
-    if found == "per_head":
-        return directory, ()
-    return whole, (f"{directory.path} has the ViT's qkv as a whole, as MindSpeed-MM 2.2.0 and 2.3.0 write it; it is "
-                   f"read correctly here",)
-
-
-def _order_by_comparison(
-    per_head: MindSpeedDirectory, whole: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
-) -> VitQkvOrder | None:
-    """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
-    weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
-    sides = [(base.path, base.views(model)), *((one.path, one.views(model, tp_size)) for one in (per_head, whole))]
-    if any(problems for _, (_, problems) in sides):
-        return None
-    expected, *both = (_rows(path, views, weight) for path, (views, _) in sides)
-    one, other = (float((found - expected).abs().sum()) for found in both)
-    if min(one, other) > max(one, other) / 2:
-        return None
-    return "whole" if other < one else "per_head"
-
-
-def _rows(root: Path, views: list[View], weight: Weight) -> Tensor:
-    """The whole Hugging Face tensor of ``weight`` in fp32."""
-    with Files(root) as files:
-        rows = range(weight.hf_shapes[0][0])
-        return files.block(ViewIndex(views), weight.hf_names[0], range(1), rows)[0].float()
-
-
 BLOCK_BYTES = 1 << 26
 """Bytes of a tensor read at once: the memory that reading takes besides the weight itself."""
-
-
 Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
 """Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
 
@@ -224,11 +157,10 @@ class Source:
     def check_optimizer(self) -> None:
         """Raise UserError if a training of MindSpeed-MM wrote it, because its optimizer state cannot be read."""
         if self.iteration is not None and self.kind is Kind.MINDSPEED:
-            raise UserError(
-                f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration {self.iteration}), whose "
-                f"optimizer state cannot be read here; add --no-load-optim to continue from that iteration with new "
-                f"optimizer state, or --finetune to start at step 0 from its weights."
-            )
+            raise UserError(f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration "
+                            f"{self.iteration}), whose optimizer state cannot be read here; add --no-load-optim to "
+                            f"continue from that iteration with new optimizer state, or --finetune to start at step 0 "
+                            f"from its weights.")
 
     def read(
         self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
@@ -274,6 +206,22 @@ def cure_of_damage(directory: Directory | AdapterDirectory) -> str:
 # Opening
 
 
+@dataclass(frozen=True)
+class QkvOrder:
+    """How to find the row order of the ViT's qkv in a directory by MindSpeed-MM, which no file states.
+
+    Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave
+    it as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the model shows which it is.
+    """
+
+    stated: VitQkvOrder | None = None
+    """The order that the user states."""
+    base: str | Path | None = None
+    """A Hugging Face directory of the model, or of the model that the training started from."""
+    flag: str = ""
+    """The flag that states the order; if empty, the order is not examined."""
+
+
 def find(path: str | Path, flag: str = "--load") -> Directory:
     """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked.
 
@@ -289,9 +237,8 @@ def open_source(
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
-    ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
-    without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  Raises UserError if
-    the directory is of no known kind, incomplete, damaged, or not on the given layout.
+    ``layout`` is what the user stated with ``layout_flag``.  Directories in MindSpeed-MM's layout without a manifest need
+    ``model`` and ``qkv``.  Raises UserError if it is of no known kind, incomplete, damaged, or not on that layout.
     """
     directory = find(path, flag)
     match directory:
@@ -302,7 +249,7 @@ def open_source(
             source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder())
         case TrainingDirectory():
             source = open_training(directory)
-            if layout is not None and layout != source.layout:
+            if layout not in (None, source.layout):
                 raise UserError(f"{layout_flag} says {layout}, but {source.path} was saved with {source.layout}; leave "
                                 f"{layout_flag} out.")
     return source
@@ -328,12 +275,11 @@ def open_to_train(
 def open_hf(directory: HFDirectory, language_path: str | Path | None = None) -> Source:
     """A Hugging Face directory as a source; with ``language_path``, the LLM comes from that directory."""
     model = directory.model_config()
-    views, problems = directory.views(model)
-    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, problems))
+    source = _source(directory, Kind.HUGGING_FACE, model, 1, directory.views(model))
     if language_path is None:
         return source
     language, files = language_views(language_path, directory.config, model)
-    kept = [view for view in views if view.weight.part != "language"]
+    kept = (view for view in source.views if view.weight.part != "language")
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
@@ -345,10 +291,9 @@ def open_training(directory: TrainingDirectory, takes_adapters: bool = False) ->
     manifest = directory.manifest
     base = manifest.base or {}
     if manifest.model.lora.is_on and not takes_adapters:
-        raise UserError(
-            f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole model; continue "
-            f"training with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
-        )
+        raise UserError(f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole "
+                        f"model; continue training with the --lora-* flags of that run, or make a whole model with "
+                        f"mm-convert merge_lora.")
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(),
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
                    base_crc32=base.get("crc32"), base_name=base.get("path"))
@@ -368,17 +313,62 @@ def _open_mindspeed(
     directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder
 ) -> Source:
     if directory.storage.adapters_only:
-        raise UserError(
-            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
-            f"of their training, or make a PEFT directory with mm-convert lora_mm_to_hf."
-        )
+        raise UserError(f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the "
+                        f"--lora-* flags of their training, or make a PEFT directory with mm-convert lora_mm_to_hf.")
     if directory.manifest is None and model is None:
         model = _recognized(directory)
     placed, tp_size = directory.placed_model(layout, layout_flag, model)
-    directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
+    directory, notes = _in_qkv_order(directory, placed, tp_size, qkv)
     return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size),
                    storage=directory.storage, notes=notes, iteration=directory.iteration,
                    consumed_samples=directory.consumed_samples)
+
+
+def _in_qkv_order(
+    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
+) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
+    """Return ``directory`` annotated with its qkv order, and notes for the user.
+
+    Directories by this project, and those of the canonical structure, have one possible order.
+    """
+    if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
+        return directory, ()
+    whole = replace(directory, storage=replace(directory.storage, whole_vision_qkv=True))
+    found = order.stated
+    if found is None and order.base is not None:
+        base = HFDirectory.open(order.base, weights_required=False)
+        if base.tensors:
+            found = _order_by_comparison(directory, whole, model, tp_size, base)
+    if found is None:
+        return directory, (
+            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head.  If "
+            f"MindSpeed-MM 2.2.0 or 2.3.0 converted it, give {order.flag} whole",)
+    if found == "per_head":
+        return directory, ()
+    return whole, (f"{directory.path} has the ViT's qkv as a whole, as MindSpeed-MM 2.2.0 and 2.3.0 write it; it is "
+                   f"read correctly here",)
+
+
+def _order_by_comparison(
+    per_head: MindSpeedDirectory, whole: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
+) -> VitQkvOrder | None:
+    """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
+    weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
+    sides = [(base.path, base.views(model)), *((one.path, one.views(model, tp_size)) for one in (per_head, whole))]
+    if any(problems for _, (_, problems) in sides):
+        return None
+    expected, *both = (_rows(path, views, weight) for path, (views, _) in sides)
+    one, other = (float((found - expected).abs().sum()) for found in both)
+    if min(one, other) > max(one, other) / 2:
+        return None
+    return "whole" if other < one else "per_head"
+
+
+def _rows(root: Path, views: list[View], weight: Weight) -> Tensor:
+    """The whole Hugging Face tensor of ``weight`` in fp32."""
+    with Files(root) as files:
+        rows = range(weight.hf_shapes[0][0])
+        return files.block(ViewIndex(views), weight.hf_names[0], range(1), rows)[0].float()
 
 
 def _recognized(directory: MindSpeedDirectory) -> ModelConfig | None:
@@ -404,10 +394,7 @@ def _source(
 
 
 def holds_nothing(path: str | Path) -> bool:
-    """Whether ``path`` is missing, or a directory without weights of any kind.
-
-    What interrupted saves left does not count.
-    """
+    """Whether ``path`` is missing or has no weights of any kind; what interrupted saves left does not count."""
     path = Path(path)
     names = (MANIFEST_FILE, LATEST_FILE, "config.json")
     return not os.path.exists(path) or (
@@ -439,7 +426,5 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
         find_checkpoint(path)  # raises an error that explains the problem
     names = sorted(entry.name for entry in path.iterdir())
-    raise UserError(
-        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
-        f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
-    )
+    raise UserError(f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of "
+                    f"checkpoints (no {LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}.")

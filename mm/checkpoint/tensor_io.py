@@ -22,9 +22,9 @@ Blocks = Iterator[tuple[Stored, int, memoryview]]
 
 
 class Files:
-    """The open files of one directory.  Each thread needs its own, because readahead is per open file.
+    """The open files of one directory, with ``suffix`` after each name.
 
-    ``suffix`` ends the names of all files.
+    Each thread needs its own, because readahead is per open file.
     """
 
     def __init__(self, directory: Path, flags: int = os.O_RDONLY, suffix: str = "") -> None:
@@ -52,7 +52,7 @@ class Files:
 
     def _read_columns(self, view: View, rows: range, indices: range) -> np.ndarray:
         """Only ``indices`` of ``rows`` of a stored tensor."""
-        size, width, first = (number * view.unit_bytes for number in (len(indices), view.num_indices, indices.start))
+        size, width, first = (number * view.index_bytes for number in (len(indices), view.num_indices, indices.start))
         content = np.empty(len(rows) * size, np.uint8)
         # Whole rows are contiguous, so they take one read.
         num_reads = 1 if size == width else len(rows)
@@ -88,12 +88,12 @@ class Files:
         return self._column_blocks(index, views)
 
     def _row_blocks(self, index: ViewIndex, view: View) -> Blocks:
-        buffer, position, unit = memoryview(bytearray(BUFFER_BYTES)), 0, view.num_rows * view.unit_bytes
+        buffer, position, size = memoryview(bytearray(BUFFER_BYTES)), 0, view.num_rows * view.index_bytes
         for span in view.spans:
-            found = [(one.view.stored, one.start * unit, one.span.length) for one in index.find(span)]
+            found = [(one.view.stored, one.start * size, one.span.length) for one in index.find(span)]
             for source, start, length in found or [(None, 0, span.length)]:
-                for first in range(0, length * unit, BUFFER_BYTES):
-                    block = buffer[: length * unit - first]
+                for first in range(0, length * size, BUFFER_BYTES):
+                    block = buffer[: length * size - first]
                     if source is None:
                         block[:] = bytes(len(block))
                     else:
@@ -105,7 +105,7 @@ class Files:
         """Like ``target_blocks``, for views that cut the same rows by columns; reads each row once."""
         spans = [span for view in views for span in view.spans if span.key is not None]
         first, last = min(span.start for span in spans), max(span.stop for span in spans)
-        widest = max(last - first, *(view.num_indices for view in views)) * views[0].unit_bytes
+        widest = max(last - first, *(view.num_indices for view in views)) * views[0].index_bytes
         num_rows, step = views[0].num_rows, max(1, BUFFER_BYTES // widest)
         for row in range(0, num_rows, step):
             rows = range(row, min(row + step, num_rows))
@@ -113,7 +113,7 @@ class Files:
             for view in views:
                 parts = [read.new_zeros(len(rows), span.length, read.shape[2]) if span.key is None else
                          read[:, span.start - first : span.stop - first] for span in view.spans]
-                yield view.stored, row * view.num_indices * view.unit_bytes, tensor_bytes(
+                yield view.stored, row * view.num_indices * view.index_bytes, tensor_bytes(
                     parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def holds(self, stored: Stored, start: int, data: memoryview) -> bool:

@@ -1,8 +1,7 @@
 """``model_optim_rng.pt``, Megatron's and MindSpeed-MM's torch.save file: where its tensors lie, and how to lay one out.
 
-Reading takes torch's unpickler for untrusted files (``weights_only``) under a fake tensor mode, which gives offsets
-and reads no tensor.  Classes that it does not know become inert stand-ins, so no code of a file runs.  torch.save
-itself writes everything except the tensors' data, which it is configured to skip.
+torch's unpickler for untrusted files (``weights_only``) reads it under a fake tensor mode, which gives offsets and no
+data.  Unknown classes become inert stand-ins, so no code of a file runs.  torch.save itself writes all but the data.
 """
 
 import os
@@ -109,6 +108,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds a {type(content).__name__}; expected a dictionary with the key 'model'.")
     return content
 
+
+# Writing
 
 _NUM_RECORDS_BEFORE = 4
 """torch.save's records before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""

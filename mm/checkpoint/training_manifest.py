@@ -1,12 +1,11 @@
-"""Training checkpoints: the manifest, and reading for any layout: weights as views, optimizer state as flat ranges.
+"""A training checkpoint: its manifest, and reading it for any layout: weights as views, states as flat ranges.
 
-``checkpoints.py`` finds checkpoints, ``training_writer.py`` writes and deletes them.  ``mm.run`` decides which
-rank saves what.
+``directories.py`` finds checkpoints, ``training_files.py`` writes and deletes them.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -57,10 +56,8 @@ class CheckpointTensor:
         return self.start + math.prod(self.stored.shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
-            "start": self.start,
-        }  # fmt: skip
+        return {**tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
+                "start": self.start}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "CheckpointTensor":
@@ -178,8 +175,8 @@ class TrainingDirectory:
             for tp_rank in range(weight.shards(self.manifest.tp_size)[0]):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:
-                    problems.append(
-                        f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; {self.instead}.")
+                    problems.append(f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; "
+                                    f"{self.instead}.")
                     continue
                 with collected(problems):
                     stored = pieces[0].stored if self._is_elsewhere(pieces[0]) else self._located(pieces[0])
@@ -277,25 +274,16 @@ class TrainingDirectory:
     def _names(self) -> frozenset[str]:
         return frozenset(path.name for path in self.path.iterdir())
 
-    def _covering(
-        self, name: str, kind: str, tp_rank: int, start: int, stop: int
-    ) -> Iterator[tuple[CheckpointTensor, int, int]]:
-        """Pieces that together hold these elements, in order, and which of its own elements to take from each."""
-        position = start
-        for piece in self._pieces.get((name, kind, tp_rank), ()):
-            if piece.start <= position < min(piece.stop, stop):
-                end = min(piece.stop, stop)
-                yield piece, position - piece.start, end - piece.start
-                position = end
-
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
-        found = [self._tensor(piece)[first:last]
-                 for piece, first, last in self._covering(name, kind, tp_rank, start, stop)]
-        position = start + sum(map(len, found))
+        """Elements ``start`` to ``stop`` from the pieces that hold them."""
+        found, position = list[Tensor](), start
+        for piece in self._pieces.get((name, kind, tp_rank), ()):
+            if piece.start <= position < (end := min(piece.stop, stop)):
+                found.append(self._tensor(piece)[position - piece.start : end - piece.start])
+                position = end
         if position != stop:
-            raise UserError(
-                f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel rank "
-                f"{tp_rank} of {self.manifest.tp_size}); {self.instead}.")
+            raise UserError(f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel "
+                            f"rank {tp_rank} of {self.manifest.tp_size}); {self.instead}.")
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def _tensor(self, piece: CheckpointTensor) -> Tensor:

@@ -137,17 +137,17 @@ class View:
         return self.stored.shape[self.dim]
 
     @property
-    def unit_bytes(self) -> int:
+    def index_bytes(self) -> int:
         """Bytes of one index along ``dim`` within one row."""
         return math.prod(self.stored.shape[self.dim + 1 :]) * self.stored.dtype.itemsize
 
     def blocks(self, indices: range, num_bytes: int) -> Iterator[tuple[range, range]]:
         """(rows, indices) that cover ``indices`` of every row in the order of the file, ``num_bytes`` at a time."""
         if self.num_rows == 1:
-            step = max(1, num_bytes // self.unit_bytes)
+            step = max(1, num_bytes // self.index_bytes)
             yield from ((range(1), indices[start : start + step]) for start in range(0, len(indices), step))
         else:
-            step = max(1, num_bytes // (len(indices) * self.unit_bytes))
+            step = max(1, num_bytes // (len(indices) * self.index_bytes))
             rows = range(self.num_rows)
             yield from ((rows[start : start + step], indices) for start in range(0, len(rows), step))
 

@@ -158,7 +158,7 @@ def test_padding_that_is_not_zero(kind, tmp_path):
         whole = path.read_bytes()
         num_rows = padding.view.num_rows
         last_row = stored.offset + (num_rows - 1) * stored.num_bytes // num_rows
-        place = last_row + padding.stop * padding.view.unit_bytes - 1
+        place = last_row + padding.stop * padding.view.index_bytes - 1
         path.write_bytes(whole[:place] + b"\1" + whole[place + 1 :])
         with pytest.raises(UserError, match=f"the padding of {stored.name} is not zero"):
             conversion.run(num_workers=1)
