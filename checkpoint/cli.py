@@ -39,8 +39,7 @@ _NOT_HERE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 0, 1 if ``diff`` found differences, 2 for user errors, 130 after
-    Ctrl-C."""
+    """Run a command; status 1 if ``diff`` found differences, 2 for user errors, 130 after Ctrl-C."""
     return run_command(lambda: _run(sys.argv[1:] if argv is None else argv),
                        lambda: "finished files are kept, and the same command continues from them")
 

@@ -28,9 +28,8 @@ from mm.weights.views import Stored, View, cut_dim, dtype_name, whole_view
 def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
     """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if given.
 
-    ``path`` is in MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed if there is no manifest and the
-    files do not show it; 0 workers means one per core.  Returns lines on the successful checks.  Raises UserError
-    naming each file and tensor that is missing, damaged or left over.
+    ``path`` is in MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed if neither manifest nor files
+    show it; 0 workers means one per core.  Returns lines on the successful checks.
     """
     num_workers = num_threads(num_workers)
     directory = find(path, "--cfg.mm_dir")
@@ -94,10 +93,7 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
 
 
 def show_directory(path: Path) -> list[str]:
-    """Lines on the layout, and on each file's size and dtypes.
-
-    Raises UserError if it is not a kind of directory that can be converted.
-    """
+    """Lines on the layout, and on each file's size and dtypes."""
     directory = find(path, "--cfg.dir")
     contents = directory.contents
     everything = [tensor for stored in contents.values() for tensor in stored.values()]
@@ -127,11 +123,7 @@ class DiffReport(NamedTuple):
 def diff_directories(
     source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None, num_workers: int
 ) -> DiffReport:
-    """Compare every tensor of the model.
-
-    ``hf_dir`` describes the model if neither directory does and it is not one of the published sizes; 0 workers means
-    one per core.  Raises UserError if a directory cannot be opened: unknown kind, damage, or an unknown model.
-    """
+    """Compare every tensor of the model, which ``hf_dir`` describes if neither directory does."""
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)
     lines = [f"{side.path}: {side.kind.value}, {side.layout}" for side in sides]
     wrong = [f"the model: {one.field} is {one.first} in {source.path}, but {one.second} in {target.path}"

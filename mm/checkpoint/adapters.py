@@ -45,10 +45,7 @@ BASE = "--cfg.base_dir"
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
-    """Whether the directory that ``flag`` gave holds adapters without their base model.
-
-    Raises UserError as ``find_kind`` does.
-    """
+    """Whether the directory that ``flag`` gave holds adapters without their base model."""
     if is_peft_directory(path):
         return True
     match find_kind(path, flag):
@@ -60,10 +57,7 @@ def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
 
 
 def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
-    """Open a directory of adapters; raises UserError if they are not the adapters of ``model``.
-
-    Adapters in MindSpeed-MM's layout without a manifest are read according to ``layout``.
-    """
+    """Open a directory of adapters, which must be those of ``model``; see ``open_saved`` for ``layout``."""
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
     source = open_saved(path, model, layout)
@@ -75,8 +69,7 @@ def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = 
 def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
     """Open the adapters of a training checkpoint or in MindSpeed-MM's layout.
 
-    Adapters in MindSpeed-MM's layout without a manifest do not describe themselves: they are read as those of ``model``
-    on ``layout``.  Raises UserError if these are not given.
+    The latter do not describe themselves without a manifest: they are read as those of ``model`` on ``layout``.
     """
     if find_kind(path) is not Kind.MINDSPEED:
         return open_training(TrainingDirectory.open(path), takes_adapters=True)
@@ -90,10 +83,7 @@ def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layou
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
-    """Open adapters in MindSpeed-MM's layout; without a manifest, as those of ``model`` on ``layout``.
-
-    Raises UserError naming all tensors that are missing, left over or of another shape.
-    """
+    """Open adapters in MindSpeed-MM's layout; without a manifest, as those of ``model`` on ``layout``."""
     placed, tp_size = directory.placed_model(layout, LAYOUT, model)
     views, problems = directory.views(placed, tp_size)
     if problems and directory.manifest is None:
@@ -123,10 +113,7 @@ def _difference(source: Source, model: ModelConfig) -> list[str]:
 
 
 def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
-    """Open the base model of the adapters of ``model``.
-
-    Raises UserError if ``path`` does not hold a whole model, or another one.
-    """
+    """Open the base model of the adapters of ``model``."""
     return open_to_train(path, model.base, needs_optimizer=False, qkv=qkv)
 
 
@@ -145,10 +132,7 @@ def model_crc32(base: Source) -> int:
 
 
 def check_base(adapters: Source | None, base: Source, flag: str) -> int:
-    """The checksum of ``base``; raises UserError if ``adapters`` state that they were trained on another model.
-
-    ``flag`` gives the base model.
-    """
+    """The checksum of ``base``, which ``flag`` gave; UserError if ``adapters`` state that theirs is another model."""
     found = model_crc32(base)
     if adapters is not None and adapters.base_crc32 not in (None, found):
         named = f" ({adapters.base_name})" if adapters.base_name else ""
@@ -161,10 +145,9 @@ def check_base(adapters: Source | None, base: Source, flag: str) -> int:
 
 
 def base_to_name(base: Mapping[str, Any] | None, hf_dir: str, model: ModelConfig) -> str | None:
-    """The directory that an export names as the base model of its adapters; None if they have none.
+    """The directory that an export names as the base model of its adapters, ``CheckpointManifest.base``.
 
-    ``base``: as in ``CheckpointManifest``.  PEFT cannot load it if it is in another format than Hugging Face's, so then
-    ``hf_dir`` is named if that holds the same weights.
+    PEFT cannot load another format than Hugging Face's, so then ``hf_dir`` is named if it holds the same weights.
     """
     if base is None:
         return None
@@ -192,10 +175,7 @@ def base_notes(adapters: Source, base: Source) -> list[str]:
 def peft_to_mindspeed(
     lora_dir: str | Path, mm_dir: str | Path, layout: Layout, format: Format, base_dir: str | None = None
 ) -> Conversion:
-    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the base model, by default the one the adapters name.
-
-    Raises UserError if the base model is missing, does not match the adapters, or the layout is invalid.
-    """
+    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the base model, by default the one the adapters name."""
     directory = AdapterDirectory.open(lora_dir)
     model = directory.model(_base_model(directory, base_dir))
     if model.trainable_modules:
@@ -211,8 +191,7 @@ def mindspeed_to_peft(
 ) -> Conversion:
     """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory, which names ``base_dir``.
 
-    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given; raises UserError if one is missing, or if
-    a training checkpoint was trained on another model than ``base_dir``, by default the one that it states.
+    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given.
     """
     if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
         source = open_saved(mm_dir)
@@ -244,10 +223,7 @@ def open_mindspeed_adapters(
 
 
 def merge_into_base(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Conversion:
-    """Adapters of any kind and the Hugging Face directory of their base model -> a whole model.
-
-    Adapters in MindSpeed-MM's layout need a manifest.
-    """
+    """Adapters of any kind and the Hugging Face directory of their base model -> a whole model."""
     with naming(HF_DIR):
         base = open_hf(HFDirectory.open(hf_dir))
     if not holds_adapters(lora_dir, "--cfg.lora_dir"):
@@ -266,8 +242,7 @@ def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfi
 
 
 def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
-    """``base`` with adapters inferred from tensors.  All layers of a tower have the same, so layer numbers are ignored.
-    """
+    """``base`` with adapters inferred from tensors; all layers of a tower have the same."""
     ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
              for name, stored in contents.items() if ".lora_A." in name and stored.shape and stored.shape[0]}
     whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
@@ -277,8 +252,7 @@ def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float)
 
 
 def _kind(name: str) -> str:
-    """MindSpeed-MM's name of a matrix without the chunk of a torch file and the layer number, which restarts at 0 on
-    every stage."""
+    """MindSpeed-MM's name of a matrix without chunk and layer number, which restarts at 0 on every stage."""
     return re.sub(r"^model\d*/|\.layers\.\d+", "", name)
 
 
@@ -299,10 +273,7 @@ def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conve
 
 
 def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Conversion:
-    """Write a Hugging Face directory modelled on ``hf_dir``: the weights of ``base``, of any kind, with ``adapters``.
-
-    Raises UserError if ``base`` or ``hf_dir`` is another model.
-    """
+    """Write a Hugging Face directory modelled on ``hf_dir``: the weights of ``base``, any source, with ``adapters``."""
     model = adapters.model
     like = HFDirectory.open(hf_dir, weights_required=False)
     like.check(model.base)

@@ -81,10 +81,7 @@ class Conversion:
         return digest.hexdigest()
 
     def run(self, num_workers: int = 0, dry_run: bool = False, overwrite: bool = False) -> None:
-        """Write the target, or with ``dry_run`` print the plan; 0 workers means one per core.
-
-        Raises UserError if the target must not or cannot be written, or the source is damaged.
-        """
+        """Write the target, or with ``dry_run`` print the plan; 0 workers means one per core."""
         num_workers = self.max_workers or num_threads(num_workers)
         print_notes(note for source in self.sources for note in source.notes)
         if dry_run:
@@ -216,10 +213,7 @@ def hf_to_mm(
     hf_dir: str | Path, mm_dir: str | Path, layout: Layout, storage: Storage | None = None,
     language_dir: str | Path | None = None,
 ) -> Conversion:
-    """Hugging Face directory -> MindSpeed-MM's layout; the LLM comes from ``language_dir`` if given.
-
-    Raises UserError if the source is incomplete, or the layout is invalid.
-    """
+    """Hugging Face directory -> MindSpeed-MM's layout; the LLM comes from ``language_dir`` if given."""
     source = open_hf(HFDirectory.open(hf_dir), language_dir)
     check_layout(layout, source.model, LAYOUT)
     return to_mindspeed(source, Path(mm_dir), layout, storage or Storage())
@@ -230,10 +224,9 @@ def resplit(
     hf_dir: str | Path | None = None, format: Format | None = None, structure: Structure | None = None,
     vit_qkv_order: VitQkvOrder | None = None,
 ) -> Conversion:
-    """From any layout, or a training checkpoint, to another layout.
+    """From any layout, or a training checkpoint, to another layout, by default in the same format and structure.
 
-    ``source_layout`` and ``hf_dir`` are only needed without a manifest.  Format and structure are those of the source
-    unless given.  Raises UserError if the source is incomplete, or a layout is invalid.
+    ``source_layout`` and ``hf_dir`` are only needed without a manifest.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
     order = QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER)
@@ -252,8 +245,7 @@ def mm_to_hf(
 ) -> Conversion:
     """Any layout, or a training checkpoint -> a Hugging Face directory modelled on ``hf_dir``.
 
-    The other files of ``hf_dir`` are copied.  Weights keep the dtype of the source, and config.json states it.  Raises
-    UserError if the source is incomplete or not of the stated ``structure``, or ``hf_dir`` is of another model.
+    The other files of ``hf_dir`` are copied.  Weights keep the dtype of the source, and config.json states it.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
     source = open_source(
@@ -305,10 +297,7 @@ def _num_tensor_bytes(files: Sequence[TargetFile]) -> int:
 def check_replaceable(
     target: Path, sources: Sequence[Source], num_bytes: int, is_ours: Callable[[Path], bool], overwrite: bool
 ) -> None:
-    """Raise UserError for a target that overlaps a source, or that ``check_target`` rejects.
-
-    With ``overwrite``, a target that is not empty is rejected only if ``is_ours`` is false for it.
-    """
+    """Refuse a target that overlaps a source, that ``check_target`` refuses, or that ``overwrite`` must not replace."""
     for source in (one.path.resolve() for one in sources):
         if source.is_relative_to(target) or target.is_relative_to(source):
             raise UserError(f"The target {target} is, contains or is inside the source {source}; give another target.")

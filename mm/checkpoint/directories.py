@@ -69,8 +69,7 @@ def put_in_place(finished: Path, target: Path, aside: Path) -> None:
 def unfinished(target: Path, conversion: str, modes: Modes) -> Iterator[Path]:
     """The temporary directory of ``target``, locked, with the files that an interrupted ``conversion`` has finished.
 
-    ``conversion`` identifies sources and target; what another one left is deleted.  Raises UserError if another process
-    is writing the target.
+    ``conversion`` identifies sources and target; what another one left is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     folder, path = _sibling(target), _sibling(target, ".lock")
@@ -201,8 +200,7 @@ def stated(folder: Path) -> Mapping[str, Any]:
 def instead_of(folder: Path) -> str:
     """What to do if the checkpoint in ``folder`` is damaged, which ends the messages that say so.
 
-    A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
-    files that may still be worth a look.
+    A run does not go back by itself: it would train steps again, and overwrite files that may be worth a look.
     """
     match = ITERATION_NAME.fullmatch(folder.name)
     older = [one for one in complete_iterations(folder.parent) if match and one < int(match[1])]
@@ -214,11 +212,7 @@ def instead_of(folder: Path) -> str:
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint to load, and notes for the user.
-
-    ``directory`` is one checkpoint, or the directory of all of them, in which ``latest_checkpointed_iteration.txt``
-    names one.  Raises UserError if there is none.
-    """
+    """The checkpoint to load, and notes: ``directory`` itself, or the one that ``LATEST_FILE`` in it names."""
     directory = Path(directory)
     if (directory / MANIFEST_FILE).is_file():
         return directory, ()

@@ -63,11 +63,7 @@ class HFDirectory:
 
     @classmethod
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
-        """Find and check config and shards; only headers are read.
-
-        With ``weights_required=False`` a directory without weights is accepted too (``tensors`` is empty).  Raises
-        UserError if it is of another model, or its weights are incomplete, damaged or in another format.
-        """
+        """Find and check config and shards; without ``weights_required``, there may be no shards."""
         directory = Path(path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory; expected a Hugging Face model directory.")
@@ -107,10 +103,7 @@ class HFDirectory:
         return model_from_hf(self.config, file=self.path / "config.json")
 
     def check(self, model: ModelConfig) -> None:
-        """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's.
-
-        Raises UserError with each setting that differs, else with each tensor that does not fit.
-        """
+        """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's."""
         self.check_config(model)
         refuse(self.views(model)[1] if self.tensors else ())
 
@@ -151,10 +144,9 @@ def output_layer_hint(name: str) -> str:
 
 
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
-    """Views and files of the LLM in ``path``, which may be a text-only model or a whole one; paths are absolute.
+    """Views and files of the LLM in ``path``, a text-only model or a whole one; paths are absolute.
 
-    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting that differs, or each
-    tensor that is missing or has another shape.
+    ``config`` is the config.json of the whole ``model``, and must state an LLM of the same size.
     """
     directory = Path(path).resolve()
     found, config_bytes = _read_config(directory)
@@ -267,8 +259,7 @@ Dtypes = Mapping[str, torch.dtype]
 def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
     """Views and files of a new directory: the shards of ``base`` if it has weights, else new ones.
 
-    ``dtypes`` are the source's, by published name; a conversion keeps them.  A shard with the same dtypes as in the
-    base gets a byte-identical header.
+    ``dtypes`` are the source's, by published name.  A shard with the dtypes of the base gets the same header bytes.
     """
     weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
     shapes = {name: shape for weight in weights.values()
@@ -317,8 +308,7 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
     """Write everything besides the weights ``files``: config.json, the index, and the base's other top-level files.
 
     Weights, pickles and hidden files are not copied.  config.json states the dtype of the weights, and gets the keys
-    that transformers 4.57 or 5 would miss; if nothing changes, it is copied byte for byte.  The index is copied too if
-    the tensors are the same; a new index keeps the base's other metadata.
+    that transformers 4.57 or 5 would miss.  What does not change is copied byte for byte.
     """
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)

@@ -51,8 +51,7 @@ def model_from_hf(
 ) -> ModelConfig:
     """The model of a parsed ``config.json``, all on one stage; ``file`` is its path, for messages.
 
-    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a model of
-    another family, a missing size, values that no model can have, and a rotary embedding that is not computed here.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.
     """
     family = otherwise.family if otherwise is not None else stated_family(config, file)
     sections, found = _sections(config, family, file), {"vision": {}, "projector": {}, "language": {}}

@@ -110,10 +110,7 @@ class MindSpeedDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
-        """Find the ranks, the manifest and the offset of every tensor; no weights are read.
-
-        Raises UserError if it is not such a directory, or naming each damaged file.
-        """
+        """Find the ranks, the manifest and the offset of every tensor; no weights are read."""
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
@@ -163,9 +160,8 @@ class MindSpeedDirectory:
     ) -> tuple[ModelConfig, int]:
         """The model on the layout of this directory, and its tensor-parallel size.
 
-        Model and layout come from the manifest; without one, the model is ``model``, and the layout is inferred from
-        the files.  A layout ``given`` by ``flag`` must match.  Raises UserError if the layouts differ, the model is not
-        given, or the files do not hold all of it.
+        Both come from the manifest; without one, the model is ``model``, and the layout is inferred from the files.  A
+        layout ``given`` by ``flag`` must match.
         """
         adapters_only = self.storage.adapters_only  # adapter files may omit layers, so they do not show the layout
         found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
@@ -196,10 +192,7 @@ class MindSpeedDirectory:
         return found.place(model), found.tp_size
 
     def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[str]]:
-        """Views of all weights, and problems; ``model`` is on the layout of this directory.
-
-        Views have the checksums of the manifest.  Raises UserError if the manifest describes other files.
-        """
+        """Views of all weights, with the checksums of the manifest, and problems; ``model`` is on the layout found."""
         if self.manifest is not None and self.manifest.storage != self.storage:
             raise UserError(f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert "
                             f"again.")

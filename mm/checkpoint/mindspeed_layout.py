@@ -192,10 +192,9 @@ def rank_of(directory_name: str) -> tuple[int, int] | None:
 
 
 def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
-    """The tensors that store ``weight``, in the order of its Hugging Face tensors.
+    """The tensors that store ``weight``, each a ``Weight``, in the order of its Hugging Face tensors.
 
-    Each is a ``Weight`` that the functions of ``mm.weights.table`` can cut.  In the canonical structure, the ViT's qkv
-    is cut within each of its three parts, so a rank's shard is [Q; K; V] of that rank's heads.
+    In the canonical structure, the ViT's qkv is cut within each of its three parts: a shard is [Q; K; V] of its heads.
     """
     if structure is Structure.FUSED or weight.fusion is Fusion.COPY:
         return (weight,)

@@ -118,10 +118,7 @@ class AdapterDirectory:
                             f"expressions for names of layers, and their alphas.") from error
 
     def views(self, model: ModelConfig, is_own: bool = False) -> tuple[list[View], list[str]]:
-        """Views of the weights that a checkpoint of ``model`` saves, and problems with tensors that do not fit.
-
-        ``is_own``: the model is that of ``self.model``, not of a run's settings.
-        """
+        """Views of the weights that a checkpoint of ``model`` (a run's, or its own) saves, and problems."""
         missing = ("without which the others are of no use; save or download it again" if is_own else
                    "which the settings of this run train: did --lora-target-modules, lora_mixed_training or "
                    "--trainable-modules change?")

@@ -72,12 +72,11 @@ class Values:
 def write_tensors(
     opened: BinaryIO, tensors: Sequence[tuple[str, Values]], host: Host = ON_HOST, block_bytes: int = BLOCK_BYTES
 ) -> dict[str, int]:
-    """Write ``tensors`` one after the other and return the checksums of the written bytes, by name.
+    """Write ``tensors`` from the file's position on, and return the checksums of the written bytes, by name.
 
     Two threads checksum and write the blocks; zlib and the write call release the GIL.  Host memory: at most
     ``NUM_BLOCKS`` blocks, and about as much again while padding is cut from one; none for tensors that are already on
-    the host and have no padding.  The file must be positioned at the first tensor.  Errors of the writer are raised,
-    and nothing more is written.
+    the host and have no padding.
     """
     buffers = cycle([host.host_buffer(block_bytes) for _ in range(NUM_BLOCKS)])
     crc32s = {name: 0 for name, _ in tensors}
@@ -160,10 +159,7 @@ def _power_of_two(value: int) -> int:
 
 
 def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
-    """Host memory as bytes, pinned on an accelerator.
-
-    Raises UserError if it cannot be allocated: ``needs`` says what for, ``cure`` what to do.
-    """
+    """Host memory as bytes, pinned on an accelerator; ``needs`` and ``cure`` are for the message that it is missing."""
     try:
         pinned = host.host_buffer(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8) if pinned is None else pinned

@@ -140,10 +140,7 @@ class Source:
             self.directory.check_here(view.stored.file for view in self.views)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Check that ``model``, on any layout, is the stored model.
-
-        Raises UserError naming every field that differs.
-        """
+        """Raise UserError naming every field in which ``model``, on any layout, differs from the stored model."""
         match self.directory:
             case HFDirectory():
                 self.directory.check_config(model)
@@ -168,8 +165,6 @@ class Source:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
         A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read.
-
-        Raises UserError naming the tensor and file if a tensor is damaged.
         """
         advice = cure_of_damage(self.directory)
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
@@ -223,10 +218,7 @@ class QkvOrder:
 
 
 def find(path: str | Path, flag: str = "--load") -> Directory:
-    """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked.
-
-    Raises UserError if it is of no known kind, incomplete or damaged.
-    """
+    """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked."""
     classes = {Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory}
     return classes[find_kind(path, flag)].open(path)
 
@@ -237,8 +229,8 @@ def open_source(
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
-    ``layout`` is what the user stated with ``layout_flag``.  Directories in MindSpeed-MM's layout without a manifest need
-    ``model`` and ``qkv``.  Raises UserError if it is of no known kind, incomplete, damaged, or not on that layout.
+    ``layout`` is what the user stated with ``layout_flag``.  Directories in MindSpeed-MM's layout without a manifest
+    need ``model`` and ``qkv``.
     """
     directory = find(path, flag)
     match directory:
@@ -258,11 +250,7 @@ def open_source(
 def open_to_train(
     path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
 ) -> Source:
-    """Open the directory of ``--load``, which must hold all of ``model``.
-
-    Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
-    MindSpeed-MM trained it.
-    """
+    """Open the directory of ``--load``, which must hold all of ``model``."""
     source = open_source(path, "--load", model=model, qkv=qkv)
     if needs_optimizer:
         source.check_optimizer()
@@ -284,10 +272,7 @@ def open_hf(directory: HFDirectory, language_path: str | Path | None = None) -> 
 
 
 def open_training(directory: TrainingDirectory, takes_adapters: bool = False) -> Source:
-    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
-
-    Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
-    """
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
     manifest = directory.manifest
     base = manifest.base or {}
     if manifest.model.lora.is_on and not takes_adapters:
@@ -300,10 +285,7 @@ def open_training(directory: TrainingDirectory, takes_adapters: bool = False) ->
 
 
 def open_adapter(directory: AdapterDirectory, model: ModelConfig, is_own: bool = False) -> Source:
-    """A PEFT directory as a source: the adapters and fully trained modules of ``model``.
-
-    ``is_own``: that is ``directory.model``, not a run's.  Raises UserError with all mismatches.
-    """
+    """A PEFT directory as a source: the adapters and fully trained modules of ``model`` (a run's, or its own)."""
     refuse(directory.problems(model, is_own))
     return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), base_crc32=directory.base_crc32,
                    base_name=directory.base_name)
@@ -404,10 +386,7 @@ def holds_nothing(path: str | Path) -> bool:
 
 
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:
-    """Determine the kind of ``path``, which ``flag`` gave, from file names only.
-
-    Raises UserError if it holds no weights; the message describes what was found.
-    """
+    """Determine the kind of ``path``, which ``flag`` gave, from file names only."""
     path = Path(path)
     if not os.path.isdir(path):
         found = "is a file" if os.path.exists(path) else "does not exist"

@@ -71,7 +71,6 @@ class Files:
         """[row, index, place] of the Hugging Face tensor ``key`` as stored, without verifying checksums.
 
         ``indices`` are along the cut dimension, ``rows`` along the dimensions before it, places along those after it.
-        The views of ``index`` must hold all of them, in one dtype, in files of this directory.
         """
         found = index.find(Span(key, indices.start, len(indices)))
         if len(kinds := {one.view.stored.dtype for one in found}) > 1:

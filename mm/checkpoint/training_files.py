@@ -49,11 +49,7 @@ def begin(directory: Path, iteration: int, num_bytes: int, token: str | None = N
 def write_pieces(
     folder: Path, file: str, pieces: Sequence[tuple[CheckpointTensor, Values]], host: Host = ON_HOST
 ) -> list[CheckpointTensor]:
-    """Write one safetensors file, flush it to disk, and return its pieces with their checksums.
-
-    A block is copied to the host while others are checksummed and written.  Raises UserError if the file cannot be
-    written.
-    """
+    """Write one safetensors file, flush it to disk, and return its pieces with their checksums."""
     by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
     planned = safetensors_file(
         file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
@@ -130,9 +126,9 @@ def purge(directory: Path, newest: int, retention: Retention, run_id: str | None
 
 
 def tidy(directory: Path) -> list[str]:
-    """Delete leftovers of interrupted saves and deletions in ``directory``, which no run may be writing.
+    """Delete leftovers of interrupted saves in ``directory``, which no run may be writing; return notes.
 
-    A complete checkpoint without a complete one of its iteration stays.  Returns notes.
+    A complete checkpoint without a complete one of its iteration stays.
     """
     notes = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():

@@ -165,10 +165,7 @@ class TrainingDirectory:
                 f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[str]]:
-        """Views of all weights, and problems: missing tensors, and those that differ from the manifest.
-
-        Files on other nodes' disks may be missing: see ``check_here``.
-        """
+        """Views of all weights, and problems; files on other nodes' disks may be missing: see ``check_here``."""
         views: list[View] = []
         problems: list[str] = []
         for weight in saved_weights(self.manifest.model):
@@ -201,10 +198,7 @@ class TrainingDirectory:
         return ("weight", REMAINDER) if is_joined else (kind,)
 
     def read_state(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
-
-        Raises UserError with file and tensor if something is missing or damaged.
-        """
+        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment."""
         if start == stop:
             return torch.empty(0)
         found = [self._read_kind(weight, one, tp_size, tp_rank, start, stop) for one in self._kinds(weight, kind)]

@@ -176,10 +176,7 @@ class Weight(Cut):
 
 @cache
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model once, in model order, each linear weight followed by its adapters.
-
-    A tied model has no output layer.  The table of a model is made once: a run asks for it in many places.
-    """
+    """Every tensor of the model once, in model order, adapters after their weight; a tied model has no output layer."""
     weights = _own_weights(model)
     if model.lora.is_on:
         weights = tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
@@ -298,8 +295,7 @@ SINGLE_ADAPTER = "adapter"
 
 
 def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
-    """Names by which patterns may refer to the linear layer of the Hugging Face tensor ``hf_name`` of ``weight``: its
-    published name, the one in transformers' live module, and ours."""
+    """Names of the linear layer of ``hf_name`` for patterns: published, in transformers' live module, and ours."""
     published = hf_name.removesuffix(".weight")
     return published, live_name(published), weight.name.removesuffix(".weight")
 

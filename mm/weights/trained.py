@@ -42,10 +42,7 @@ def is_frozen(weight: Weight, model: ModelConfig) -> bool:
 
 
 def saved_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The weights in a training checkpoint: all, or with adapters only the trained ones.
-
-    The others stay in the base model's checkpoint.
-    """
+    """The weights in a training checkpoint: all, or with adapters only the trained ones."""
     weights = model_weights(model)
     return tuple(one for one in weights if not is_frozen(one, model)) if model.lora.is_on else weights
 
@@ -276,13 +273,11 @@ class GradientPath:
         return self._begins_before(_position(place, layer), place, has_images)
 
     def flows_through(self, place: Place, layer: int | None = None) -> bool:
-        """Whether a layer, or another place, has a backward pass in a microbatch with images: its weights, or others
-        on the path before it, are trained."""
+        """Whether a layer, or another place, has a backward pass in a microbatch with images."""
         return self._begins_before(_position(place, layer) + 1, place)
 
     def _begins_before(self, position: int, place: Place, has_images: bool = True) -> bool:
-        """Whether a weight before ``position`` is trained, on the path of ``place``, or on that of the images where
-        they join the tokens."""
+        """Whether a weight before ``position`` is trained, on the path of ``place`` or on the images' path into it."""
         if place in VISION_PLACES:
             return self.vision < position
         return (has_images and self.leads_to_images) or self.language < position

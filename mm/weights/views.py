@@ -43,8 +43,7 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
 
     The indices are numbered, the layout rules of ``mm.weights.table`` applied to the numbers, and the spans read off,
     so no rule is repeated here.  Tensors a (4 indices) and b (2) are numbered 1 2 3 4 and 6 7.  If the rules give this
-    rank 1 2 6 0, its spans are a[0:2], b[0:1] and one of padding.  Raises UserError if ``tp_size`` does not divide the
-    weight.
+    rank 1 2 6 0, its spans are a[0:2], b[0:1] and one of padding.
     """
     dim = cut_dim(weight)
     sizes = [shape[dim] for shape in weight.hf_shapes]
