@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying, to_mindspeed
-from mm.checkpoint.directories import PLAIN_MODES, Crc32s
-from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.directories import Crc32s
+from mm.checkpoint.hf import HF_CONFIG_FILE, HFDirectory, hf_targets, write_other_files
 from mm.checkpoint.mindspeed import MindSpeedDirectory
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure, check_layout, mindspeed_name
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
@@ -193,10 +193,8 @@ def mindspeed_to_peft(
 
     Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given.
     """
-    if find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING:
-        source = open_saved(mm_dir)
-    else:
-        source = open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
+    is_training = find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING
+    source = open_saved(mm_dir) if is_training else _open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
     if base_dir is not None and source.base_crc32 is not None and os.path.isdir(base_dir):
         named = HFDirectory.open(base_dir, weights_required=False)
         if named.tensors:
@@ -204,10 +202,9 @@ def mindspeed_to_peft(
     return export_peft(source, save_hf_dir, base_dir or source.base_name)
 
 
-def open_mindspeed_adapters(
+def _open_mindspeed_adapters(
     mm_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
 ) -> Source:
-    """Open adapters in MindSpeed-MM's layout; arguments as for ``mindspeed_to_peft``."""
     directory = MindSpeedDirectory.open(mm_dir)
     if not directory.storage.adapters_only:
         raise UserError(f"{directory.path} does not hold adapters only; for a whole model use mm_to_hf.")
@@ -268,8 +265,7 @@ def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conve
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
         (folder / CONFIG_FILE).write_text(config_text(adapters.model, base), encoding="utf-8")
 
-    return copying(adapters, Path(target), [file], views, write_others, lambda path: (path / CONFIG_FILE).is_file(),
-                   PLAIN_MODES)
+    return copying(adapters, Path(target), [file], views, write_others, CONFIG_FILE)
 
 
 def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Conversion:
@@ -299,6 +295,5 @@ def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path
             assert span.key is not None, view
             yield view.stored, 0, tensor_bytes(value(view.weight, span.key))
 
-    return Conversion(
-        (base, adapters), Path(target), files, views, blocks, lambda folder, _: write_other_files(like, folder, files),
-        is_hf_target, PLAIN_MODES, max_workers=1)  # fmt: skip
+    return Conversion((base, adapters), Path(target), files, views, blocks,
+                      lambda folder, _: write_other_files(like, folder, files), HF_CONFIG_FILE, max_workers=1)

@@ -27,7 +27,7 @@ from mm.checkpoint.directories import (
     left_bytes,
     unfinished,
 )
-from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
+from mm.checkpoint.hf import HF_CONFIG_FILE, HFDirectory, hf_targets, write_other_files
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
 from mm.checkpoint.mindspeed_layout import RELEASE, Format, Layout, Storage, Structure, check_layout, mindspeed_targets
@@ -59,9 +59,9 @@ class Conversion:
     """The bytes of one of ``groups`` of views, or of some of its views."""
     write_others: Callable[[Path, Mapping[str, Crc32s]], None]
     """Writes the small files into the finished directory, given the checksums by file and tensor."""
-    is_ours: Callable[[Path], bool]
-    """Whether a directory is of the target's kind, so that it may be replaced."""
-    modes: Modes
+    marker: str
+    """Name of a file that every directory of the target's kind holds; only such a directory is replaced."""
+    modes: Modes = PLAIN_MODES
     """Permissions of the target."""
     max_workers: int | None = None
     """Most threads; None: as many as the options say."""
@@ -92,7 +92,7 @@ class Conversion:
             delete_leftovers(target)
             print(f"{target} is already identical; nothing was written.")
             return
-        check_replaceable(target, self.sources, self.num_bytes, self.is_ours, overwrite)
+        check_replaceable(target, self.sources, self.num_bytes, self.marker, overwrite)
         for source in self.sources:
             with ongoing(f"checking {source.path}"):
                 source.check()
@@ -107,7 +107,7 @@ class Conversion:
 
     def _is_done(self, target: Path, num_workers: int) -> bool:
         """Whether all files of the target exist, and have the right bytes."""
-        return self.is_ours(target) and all(_has_size(target, file) for file in self.files) and len(
+        return (target / self.marker).is_file() and all(_has_size(target, file) for file in self.files) and len(
             self._finished(target, num_workers)) == len(self.files)
 
     def _finished(self, folder: Path, num_workers: int) -> dict[str, Crc32s]:
@@ -192,7 +192,7 @@ class Conversion:
 
 def copying(
     source: Source, target: Path, files: Sequence[TargetFile], views: Sequence[View],
-    write_others: Callable[[Path, Mapping[str, Crc32s]], None], is_ours: Callable[[Path], bool], modes: Modes,
+    write_others: Callable[[Path, Mapping[str, Crc32s]], None], marker: str, modes: Modes = PLAIN_MODES,
 ) -> Conversion:
     """The conversion that fills ``files`` from ``source``; raises UserError if one would change a dtype."""
     refuse(
@@ -206,7 +206,7 @@ def copying(
         with Files(source.path) as opened:
             yield from opened.target_blocks(source.index, group)
 
-    return Conversion((source,), target, files, views, blocks, write_others, is_ours, modes)
+    return Conversion((source,), target, files, views, blocks, write_others, marker, modes)
 
 
 def hf_to_mm(
@@ -259,7 +259,7 @@ def mm_to_hf(
     base.check(source.model)
     views, files = hf_targets(base, source.model, source.dtypes)
     return copying(source, Path(save_hf_dir), files, views, lambda folder, _: write_other_files(base, folder, files),
-                   is_hf_target, PLAIN_MODES)
+                   HF_CONFIG_FILE)
 
 
 def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage) -> Conversion:
@@ -276,8 +276,7 @@ def to_mindspeed(source: Source, target: Path, layout: Layout, storage: Storage)
         (folder / MANIFEST_FILE).write_text(manifest.text(), encoding="utf-8")
         (folder / LATEST_FILE).write_text(RELEASE, encoding="utf-8")
 
-    return copying(source, target, files, views, write_others, lambda path: (path / LATEST_FILE).is_file(),
-                   MEGATRON_MODES)
+    return copying(source, target, files, views, write_others, LATEST_FILE, MEGATRON_MODES)
 
 
 def num_threads(num_workers: int) -> int:
@@ -295,13 +294,13 @@ def _num_tensor_bytes(files: Sequence[TargetFile]) -> int:
 
 
 def check_replaceable(
-    target: Path, sources: Sequence[Source], num_bytes: int, is_ours: Callable[[Path], bool], overwrite: bool
+    target: Path, sources: Sequence[Source], num_bytes: int, marker: str, overwrite: bool
 ) -> None:
     """Refuse a target that overlaps a source, that ``check_target`` refuses, or that ``overwrite`` must not replace."""
     for source in (one.path.resolve() for one in sources):
         if source.is_relative_to(target) or target.is_relative_to(source):
             raise UserError(f"The target {target} is, contains or is inside the source {source}; give another target.")
-    if overwrite and not is_ours(target) and target.is_dir() and any(target.iterdir()):
+    if overwrite and not (target / marker).is_file() and target.is_dir() and any(target.iterdir()):
         raise UserError(f"The target {target} is not empty and was not written by this command; give another one.")
     check_target(target, num_bytes, None if overwrite else ", or --cfg.overwrite true to replace it")
 

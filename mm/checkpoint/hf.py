@@ -38,6 +38,7 @@ from mm.files import json_object
 from mm.weights.table import LIVE_STARTS, model_weights, published_name
 from mm.weights.views import Stored, TargetFile, View, dtype_name, whole_view, whole_views
 
+HF_CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -73,9 +74,9 @@ class HFDirectory:
             raise UserError(f"{directory} holds a LoRA adapter, not a model; give the directory of its base model "
                             f"(adapter_config.json: base_model_name_or_path).")
         config, config_bytes = _read_config(directory)
-        stated_family(config, directory / "config.json")
+        stated_family(config, directory / HF_CONFIG_FILE)
         if "quantization_config" in config:
-            raise UserError(f"{directory / 'config.json'} has a quantization_config: quantized weights can be neither "
+            raise UserError(f"{directory / HF_CONFIG_FILE} has a quantization_config: quantized weights can be neither "
                             f"trained nor converted; give the unquantized model.")
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
             return cls(directory, config, {}, None, config_bytes)
@@ -84,7 +85,7 @@ class HFDirectory:
     @property
     def files(self) -> tuple[Path, ...]:
         """config.json and all weight files."""
-        return self.path / "config.json", *(self.path / file for file in self.contents)
+        return self.path / HF_CONFIG_FILE, *(self.path / file for file in self.contents)
 
     @cached_property
     def contents(self) -> Mapping[str, Mapping[str, Stored]]:
@@ -100,7 +101,7 @@ class HFDirectory:
 
     def model_config(self) -> ModelConfig:
         """The model that ``config.json`` describes, on one stage."""
-        return model_from_hf(self.config, file=self.path / "config.json")
+        return model_from_hf(self.config, file=self.path / HF_CONFIG_FILE)
 
     def check(self, model: ModelConfig) -> None:
         """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's."""
@@ -151,7 +152,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
     directory = Path(path).resolve()
     found, config_bytes = _read_config(directory)
     expected, actual = (one.get("text_config") or one for one in (config, found))
-    refuse(f"{directory / 'config.json'}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
+    refuse(f"{directory / HF_CONFIG_FILE}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
            f"give an LLM of the same size." for key in language_keys(model.family)
            if actual.get(key) != expected.get(key))
     tensors, index = _read_tensors(directory)
@@ -167,7 +168,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
     """``config.json`` of a directory, parsed and as bytes."""
-    path = directory / "config.json"
+    path = directory / HF_CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
     config_bytes = path.read_bytes()
@@ -299,11 +300,6 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
         yield SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors", shard
 
 
-def is_hf_target(path: Path) -> bool:
-    """Whether this is a Hugging Face directory, which a conversion to this format may replace."""
-    return (path / "config.json").is_file()
-
-
 def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
     """Write everything besides the weights ``files``: config.json, the index, and the base's other top-level files.
 
@@ -321,7 +317,7 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
         config = with_dtype(config, dtypes[0])
     config = for_both_versions(config)
     if config != base.config:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / HF_CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     index = folder / INDEX_FILE
     if is_like_base and base.index is not None:
         shutil.copyfile(base.path / INDEX_FILE, index)

@@ -100,11 +100,7 @@ class AdapterDirectory:
 
     def scale(self, layer: str, rank: int) -> float:
         """PEFT's factor for the adapter of ``layer``, which is named as in the live module."""
-        alpha = self.settings.alpha
-        for pattern, one in self._alphas:
-            if pattern.match(layer):
-                alpha = one
-                break
+        alpha = next((one for pattern, one in self._alphas if pattern.match(layer)), self.settings.alpha)
         return self.settings.scale(rank, alpha)
 
     @cached_property

@@ -121,10 +121,10 @@ class Files:
         self.read(stored, start, found)
         return found == data
 
-    def crc32(self, stored: Stored) -> int:
-        """Checksum of a tensor's bytes."""
+    def crc32(self, stored: Stored, into: bytearray | None = None) -> int:
+        """Checksum of a tensor's bytes, which ``into`` keeps."""
         crc32 = 0
-        for block in self._blocks(stored):
+        for block in self._blocks(stored, into):
             crc32 = zlib.crc32(block, crc32)
         return crc32
 
@@ -141,12 +141,7 @@ class Files:
     def read_checked(self, stored: Stored, advice: str) -> bytearray:
         """Read the bytes of a tensor and verify its checksum in one pass, while they are in the processor's cache."""
         content = bytearray(stored.num_bytes)
-        crc32 = 0
-        for start in range(0, len(content), BUFFER_BYTES):
-            block = memoryview(content)[start : start + BUFFER_BYTES]
-            self.read(stored, start, block)
-            crc32 = zlib.crc32(block, crc32)
-        self._compare(stored, crc32, advice)
+        self._compare(stored, self.crc32(stored, content), advice)
         return content
 
     def are_equal(self, one: Stored, other: Stored) -> bool:
@@ -160,11 +155,12 @@ class Files:
         blocks = part.view.blocks(range(part.start, part.stop), BUFFER_BYTES)
         return not any(self._read_columns(part.view, rows, indices).any() for rows, indices in blocks)
 
-    def _blocks(self, stored: Stored) -> Iterator[memoryview]:
-        """The bytes of a tensor in order; the next block overwrites the previous one."""
-        buffer = memoryview(bytearray(min(BUFFER_BYTES, stored.num_bytes)))
+    def _blocks(self, stored: Stored, into: bytearray | None = None) -> Iterator[memoryview]:
+        """The bytes of a tensor in order; without ``into``, each block overwrites the one before."""
+        buffer = memoryview(bytearray(min(BUFFER_BYTES, stored.num_bytes)) if into is None else into)
         for start in range(0, stored.num_bytes, BUFFER_BYTES):
-            block = buffer[: stored.num_bytes - start]
+            at = 0 if into is None else start
+            block = buffer[at : at + min(BUFFER_BYTES, stored.num_bytes - start)]
             self.read(stored, start, block)
             yield block
 

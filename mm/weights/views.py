@@ -28,7 +28,6 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One after the last index."""
         return self.start + self.length
 
 
@@ -122,7 +121,6 @@ class View:
 
     @property
     def dim(self) -> int:
-        """The dimension along which the spans lie."""
         return cut_dim(self.weight)
 
     @property
@@ -132,7 +130,6 @@ class View:
 
     @property
     def num_indices(self) -> int:
-        """Indices along ``dim``."""
         return self.stored.shape[self.dim]
 
     @property
@@ -196,7 +193,6 @@ class StoredSpan:
 
     @property
     def stop(self) -> int:
-        """One after the last index along the view's ``dim``."""
         return self.start + self.span.length
 
 
