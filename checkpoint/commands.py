@@ -21,7 +21,7 @@ from checkpoint.verify import diff_directories, show_directory, verify_directory
 from mm.checkpoint import convert
 from mm.checkpoint.adapters import merge_into_base, mindspeed_to_peft, peft_to_mindspeed
 from mm.checkpoint.convert import HF_DIR, LAYOUT, SOURCE_LAYOUT, TARGET_LAYOUT, Conversion
-from mm.checkpoint.hf import HFDirectory, are_module_names
+from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.peft import PREFIX
 from mm.errors import UserError, naming, printable, refuse
@@ -107,19 +107,15 @@ def _given_layout(given: ParallelConfig, flag: str) -> Layout:
 
 def _structure(common: CommonModelConfig) -> Structure | None:
     """The requested structure; None: the default."""
-    if common.enable_canonical_hf_struct is None:
-        return None
-    return Structure.CANONICAL if common.enable_canonical_hf_struct else Structure.FUSED
+    return {None: None, True: Structure.CANONICAL, False: Structure.FUSED}[common.enable_canonical_hf_struct]
 
 
 def _check(common: CommonModelConfig, hf_dir: str | None, of_adapters: bool = False) -> None:
     """Raise UserError naming each stated fact that is false for the model in ``hf_dir``."""
     problems: list[str] = []
     if common.model_prefix and not (of_adapters and common.model_prefix == PREFIX):
-        problems.append(
-            f"{_COMMON}.model_prefix is {common.model_prefix!r}; only the names of adapters carry a prefix, which is "
-            f"{PREFIX!r}: leave the flag out."
-        )
+        problems.append(f"{_COMMON}.model_prefix is {common.model_prefix!r}; only the names of adapters carry a "
+                        f"prefix, which is {PREFIX!r}: leave the flag out.")
     if of_adapters and common.enable_canonical_hf_struct is False:
         problems.append(f"{_COMMON}.enable_canonical_hf_struct is false, but adapters always have separate q, k, v "
                         f"and gate, up; leave the flag out.")
@@ -136,7 +132,6 @@ def _facts(hf_dir: str) -> dict[str, object]:
     with naming(HF_DIR):
         directory = HFDirectory.open(hf_dir, weights_required=False)
         model = directory.model_config()
-    names = (stored.name for stored in directory.tensors.values())
     return {"num_key_value_heads": model.language.num_query_groups, "tie_word_embeddings": model.language.tied,
             "llm_num_layers": model.language.num_layers, "vit_num_layers": model.vision.num_layers,
-            "new_transformers_weight_key": are_module_names(names)}
+            "new_transformers_weight_key": any(name != one.name for name, one in directory.tensors.items())}

@@ -136,11 +136,9 @@ def check_base(adapters: Source | None, base: Source, flag: str) -> int:
     found = model_crc32(base)
     if adapters is not None and adapters.base_crc32 not in (None, found):
         named = f" ({adapters.base_name})" if adapters.base_name else ""
-        raise UserError(
-            f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
-            f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained on{named} as "
-            f"{flag}."
-        )
+        raise UserError(f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
+                        f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained "
+                        f"on{named} as {flag}.")
     return found
 
 

@@ -62,7 +62,6 @@ class Conversion:
     marker: str
     """Name of a file that every directory of the target's kind holds; only such a directory is replaced."""
     modes: Modes = PLAIN_MODES
-    """Permissions of the target."""
     max_workers: int | None = None
     """Most threads; None: as many as the options say."""
 
@@ -170,7 +169,6 @@ class Conversion:
     def _write_group(
         self, folder: Path, group: Sequence[View], progress: Callable[[int], object]
     ) -> dict[Stored, int]:
-        """Write the tensors of ``group``, and return their checksums."""
         crc32s = {view.stored: 0 for view in group}
         with Files(folder, os.O_WRONLY, PART) as files:
             for stored, start, block in self.blocks(group):
@@ -181,13 +179,11 @@ class Conversion:
 
     def describe(self) -> list[str]:
         """The plan, with a line for every file."""
-        return [
-            f"{' + '.join(str(source.path) for source in self.sources)} -> {self.target}",
-            *(f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes"
-              for file in self.files),
-            f"{counted(len(self.files), 'file')}, {counted(len(self.views), 'tensor')}, {self.num_bytes:,} bytes. "
-            f"Nothing was written.",
-        ]
+        files = (f"  {file.name}  {counted(len(file.tensors), 'tensor')}  {file.num_bytes:,} bytes"
+                 for file in self.files)
+        return [f"{' + '.join(str(source.path) for source in self.sources)} -> {self.target}", *files,
+                f"{counted(len(self.files), 'file')}, {counted(len(self.views), 'tensor')}, {self.num_bytes:,} bytes. "
+                f"Nothing was written."]
 
 
 def copying(
@@ -229,13 +225,11 @@ def resplit(
     ``source_layout`` and ``hf_dir`` are only needed without a manifest.
     """
     given = HFDirectory.open(hf_dir, weights_required=False).model_config() if hf_dir else None
-    order = QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER)
-    source = open_source(
-        source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given, qkv=order)
+    source = open_source(source_dir, "--cfg.source_dir", layout=source_layout, layout_flag=SOURCE_LAYOUT, model=given,
+                         qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
     check_layout(target_layout, source.model, TARGET_LAYOUT)
     kept = source.storage or Storage()
-    storage = replace(
-        kept, format=format or kept.format, structure=structure or kept.structure, whole_vision_qkv=False)
+    storage = replace(kept, format=format or kept.format, structure=structure or kept.structure, whole_vision_qkv=False)
     return to_mindspeed(source, Path(target_dir), target_layout, storage)
 
 
@@ -248,9 +242,8 @@ def mm_to_hf(
     The other files of ``hf_dir`` are copied.  Weights keep the dtype of the source, and config.json states it.
     """
     base = HFDirectory.open(hf_dir, weights_required=False)
-    source = open_source(
-        mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
-        qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
+    source = open_source(mm_dir, "--cfg.mm_dir", layout=layout, layout_flag=LAYOUT, model=base.model_config(),
+                         qkv=QkvOrder(vit_qkv_order, hf_dir, QKV_ORDER))
     if structure and source.storage and source.storage.structure is not structure:
         raise UserError(f"--cfg.common_model_config.enable_canonical_hf_struct says {structure.value}, but "
                         f"{source.path} holds {source.storage.structure.value} tensors; leave the flag out.")

@@ -232,10 +232,9 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
         asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
         if not asides:
-            raise UserError(
-                f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in {directory}: "
-                f"{', '.join(map(str, complete)) or 'none'}. To use one, write its number into {LATEST_FILE} there."
-            )
+            raise UserError(f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in "
+                            f"{directory}: {', '.join(map(str, complete)) or 'none'}. To use one, write its number "
+                            f"into {LATEST_FILE} there.")
         chosen = asides[-1]
         notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
     notes += [f"{path} is left over from an interrupted save and is not used; "

@@ -6,7 +6,7 @@ Only headers are read.  Names and shapes come from ``mm.weights.table``.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,18 +35,12 @@ from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.families.known import FAMILIES
 from mm.files import json_object
-from mm.weights.table import LIVE_STARTS, model_weights, published_name
+from mm.weights.table import model_weights, published_name
 from mm.weights.views import Stored, TargetFile, View, dtype_name, whole_view, whole_views
 
 HF_CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-def are_module_names(names: Iterable[str]) -> bool:
-    """Whether Hugging Face names are spelled as in the live module."""
-    starts = tuple(LIVE_STARTS.values())
-    return any(published_name(name) != name for name in names if name.startswith(starts))
 
 
 @dataclass(frozen=True)

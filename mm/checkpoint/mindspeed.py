@@ -81,16 +81,13 @@ class ConvertedManifest:
         return cls(content["tool"], model, layout["tp_size"], storage, content["source"], tensors)
 
     def text(self) -> str:
-        """The content of the manifest file."""
         model = dataclasses.asdict(self.model)
         layout = {"vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
                   "llm_pp_layers": model["language"].pop("pipeline_num_layers"), "tp_size": self.tp_size}
-        content = {
-            "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
-            "save_format": self.storage.format.value, "structure": self.storage.structure.value,
-            "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
-            "model": model,
-        }  # fmt: skip
+        content = {"format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
+                   "save_format": self.storage.format.value, "structure": self.storage.structure.value,
+                   "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
+                   "model": model}
         return manifest_text(content, "tensors", [tensor_json(tensor) for tensor in self.tensors])
 
 
@@ -104,7 +101,6 @@ class MindSpeedDirectory:
     manifest: ConvertedManifest | None
     storage: Storage
     num_chunks: int
-    """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file (relative to ``path``) and name."""
 
@@ -167,8 +163,8 @@ class MindSpeedDirectory:
         found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
-            raise UserError(
-                f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right directory.")
+            raise UserError(f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right "
+                            f"directory.")
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
         if model is None:
@@ -252,11 +248,9 @@ class MindSpeedDirectory:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All weight files."""
         return tuple(self.path / file for file in sorted(self.contents))
 
     def describe(self) -> list[str]:
-        """Lines for ``show``."""
         lines = [f"{self.path}: MindSpeed-MM's layout, {self.folder}, {self.storage}"]
         if self.manifest is None:
             return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; inferred from the files)"]

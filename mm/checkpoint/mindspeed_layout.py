@@ -36,12 +36,10 @@ class Layout:
 
     @classmethod
     def of(cls, model: ModelConfig, tp_size: int) -> "Layout":
-        """The layout on which ``model`` is placed."""
         return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers, tp_size,
                    model.encoder_placement)
 
     def place(self, model: ModelConfig) -> ModelConfig:
-        """``model`` on this layout."""
         return replace(model, vision=replace(model.vision, pipeline_num_layers=self.vision),
                        language=replace(model.language, pipeline_num_layers=self.language),
                        encoder_placement=self.encoder)
@@ -59,11 +57,10 @@ def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
     placed = replace(model, encoder_placement=layout.encoder)
     if layout.tp_size not in placed.tp_sizes:
         vision = "" if placed.encodes_whole else f", {model.vision.num_attention_heads} ViT heads"
-        problems.append(
-            f"{flag}.tp_size is {layout.tp_size}; it must divide the model's {model.language.num_query_groups} "
-            f"key/value heads, {model.language.num_attention_heads} attention heads{vision} and "
-            f"{model.language.vocab_size} vocabulary rows; legal sizes are {', '.join(map(str, placed.tp_sizes))}."
-        )
+        problems.append(f"{flag}.tp_size is {layout.tp_size}; it must divide the model's "
+                        f"{model.language.num_query_groups} key/value heads, {model.language.num_attention_heads} "
+                        f"attention heads{vision} and {model.language.vocab_size} vocabulary rows; legal sizes are "
+                        f"{', '.join(map(str, placed.tp_sizes))}.")
     refuse(problems)
 
 
@@ -134,13 +131,10 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
             for chunk in range(placement.num_chunks):
                 spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
-                owned = {
-                    prefix + mindspeed_name(stage_local_name(stored, spec)): stored
-                    for weight in stage_weights(model, spec)
-                    if not (storage.vit_only and weight.part == "language")
-                    and weight.is_adapter == storage.adapters_only
-                    for stored in _kept(weight, storage)
-                }
+                owned = {prefix + mindspeed_name(stage_local_name(stored, spec)): stored
+                         for weight in stage_weights(model, spec)
+                         if not (storage.vit_only and weight.part == "language")
+                         and weight.is_adapter == storage.adapters_only for stored in _kept(weight, storage)}
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)

@@ -27,7 +27,6 @@ from mm.weights.views import Stored, TargetFile, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Prefix of PEFT's tensor names."""
 BASE_KEY = "base_crc32"
 """Key in the header of the weights: checksum of the base model they were trained on (``Source.base_crc32``)."""
 _DEFAULT = 8
@@ -56,7 +55,6 @@ class AdapterDirectory:
     tensors: Mapping[str, Stored]
     """By their name in the weight table."""
     base_crc32: int | None
-    """Checksum of the base model, if stated."""
 
     @classmethod
     def open(cls, path: str | Path) -> "AdapterDirectory":

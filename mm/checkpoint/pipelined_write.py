@@ -175,7 +175,6 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is allocated now."""
         return sum(len(segment) for segment in self._segments)
 
     def take(self, live: Sequence[Values]) -> list[Values]:

@@ -62,9 +62,7 @@ class Source:
     files: tuple[Path, ...]
     """All weight files, and config.json or manifest."""
     directory: Directory | AdapterDirectory
-    """What was opened at ``path``."""
     storage: Storage | None = None
-    """How a directory in MindSpeed-MM's layout stores the weights."""
     iteration: int | None = None
     """Iteration of the training that wrote it; None if no training did."""
     consumed_samples: int | None = None

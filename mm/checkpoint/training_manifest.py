@@ -72,7 +72,7 @@ def _key(name: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The content of a checkpoint.  ``facts`` are for people and never read back."""
+    """The content of a checkpoint.  ``facts`` are for people; what has a default is missing in older checkpoints."""
 
     iteration: int
     consumed_samples: int
@@ -86,19 +86,15 @@ class CheckpointManifest:
     facts: Mapping[str, Any]
     pieces: tuple[CheckpointTensor, ...]
     data: Mapping[str, Any] | None = None
-    """The samples it was trained on; None if an older version saved it."""
     base: Mapping[str, Any] | None = None
     """For adapters: "path" and "crc32" of their base model, whose frozen weights are not saved here."""
     best: Mapping[str, Any] | None = None
-    """The best validation so far; None in checkpoints from versions without it."""
     run_id: str | None = None
-    """The same in all checkpoints that one run saves into one directory; None if an older version saved it."""
+    """The same in all checkpoints that one run saves into one directory."""
     schedule: Mapping[str, Any] | None = None
-    """The schedule of learning rates and weight decay; None if an older version saved it."""
     given_start: Mapping[str, str | None] | None = None
     """What the command that began the run said it starts from: ``Arguments.given_start``."""
     recent: Mapping[str, Any] | None = None
-    """Losses and gradient norms of the latest steps; None if an older version saved it."""
     disks: Sequence[Mapping[str, Any]] | None = None
     """With ``--save-on-each-node``, "host", "ranks" and "files" of each disk; None if all files are on one."""
 
@@ -115,7 +111,6 @@ class CheckpointManifest:
         return cls(**content)
 
     def text(self) -> str:
-        """The content of the manifest file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
         del content["pieces"]  # they come last, a line for each
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
@@ -149,7 +144,6 @@ class TrainingDirectory:
 
     @property
     def stated(self) -> Sequence[Stored]:
-        """The tensors that the manifest lists."""
         return [piece.stored for piece in self.manifest.pieces]
 
     @cached_property
@@ -158,7 +152,6 @@ class TrainingDirectory:
         return {path.name: read_header(path) for path in sorted(self.path.glob("*.safetensors"))}
 
     def describe(self) -> list[str]:
-        """Lines for ``show``."""
         manifest = self.manifest
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
                 f"{counted(manifest.consumed_samples, 'sample')}",
@@ -184,7 +177,6 @@ class TrainingDirectory:
         return views, problems
 
     def has(self, weight: Weight, kind: str) -> bool:
-        """Whether ``read_state`` finds it."""
         return all((stored_name(weight), one, 0) in self._pieces for one in self._kinds(weight, kind))
 
     def has_fp32(self, weight: Weight) -> bool:
@@ -227,9 +219,9 @@ class TrainingDirectory:
         if disks and lacking:
             hosts = dict.fromkeys(disk["host"] for disk in disks if not self._names.issuperset(disk["files"]))
             path = self.path.resolve()
-            raise UserError(
-                f"{self.path} lacks {lacking[0]}: each node saved on its own disk (--save-on-each-node). To copy what "
-                f"is missing: `for node in {' '.join(hosts)}; do rsync -a $node:{path}/ {path}/; done`")
+            raise UserError(f"{self.path} lacks {lacking[0]}: each node saved on its own disk (--save-on-each-node). "
+                            f"To copy what is missing: `for node in {' '.join(hosts)}; do rsync -a $node:{path}/ "
+                            f"{path}/; done`")
 
     def read_random(self, name: str) -> Tensor | None:
         """A random state; None if it was not saved."""
@@ -269,7 +261,6 @@ class TrainingDirectory:
         return frozenset(path.name for path in self.path.iterdir())
 
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` from the pieces that hold them."""
         found, position = list[Tensor](), start
         for piece in self._pieces.get((name, kind, tp_rank), ()):
             if piece.start <= position < (end := min(piece.stop, stop)):
@@ -281,7 +272,6 @@ class TrainingDirectory:
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def _tensor(self, piece: CheckpointTensor) -> Tensor:
-        """All elements of a piece, flat."""
         stored = self._located(piece)
         with Files(self.path) as files:
             return torch.frombuffer(files.read_checked(stored, self.instead), dtype=stored.dtype)

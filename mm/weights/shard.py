@@ -54,7 +54,6 @@ class MemoryLayout:
     """
 
     shape: tuple[int, ...]
-    """Shape of the parameter."""
     file_shape: tuple[int, ...]
     """Shape of the shard in files."""
     row: int

@@ -41,18 +41,14 @@ LIVE_STARTS = {live: published for family in FAMILIES for live, published in fam
 
 def published_name(name: str) -> str:
     """The published form of a Hugging Face name in either spelling; an unknown name is returned unchanged."""
-    for live, published in LIVE_STARTS.items():
-        if name.startswith(live):
-            return published + name.removeprefix(live)
-    return name
+    return next((published + name.removeprefix(live)
+                 for live, published in LIVE_STARTS.items() if name.startswith(live)), name)
 
 
 def live_name(name: str) -> str:
     """The name in transformers' live module of a published name; an unknown name is returned unchanged."""
-    for live, published in LIVE_STARTS.items():
-        if name.startswith(published):
-            return live + name.removeprefix(published)
-    return name
+    return next((live + name.removeprefix(published)
+                 for live, published in LIVE_STARTS.items() if name.startswith(published)), name)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -427,10 +423,9 @@ def num_stacked_blocks(weight: Weight) -> int:
 def _units_per_rank(weight: Weight, tp_size: int) -> int:
     tp_size, _ = weight.shards(tp_size)
     if weight.num_units % tp_size and not weight.pads:
-        raise UserError(
-            f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) along dimension "
-            f"{weight.tp_dim}, which tensor parallel size {tp_size} does not divide; choose a size that does."
-        )
+        raise UserError(f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) "
+                        f"along dimension {weight.tp_dim}, which tensor parallel size {tp_size} does not divide; "
+                        f"choose a size that does.")
     return -(-weight.num_units // tp_size)
 
 

@@ -316,7 +316,6 @@ class Group:
     """What Adam does to the weights of one group."""
 
     max_lr: float
-    """The highest learning rate."""
     weight_decay: float
 
 
