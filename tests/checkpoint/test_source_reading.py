@@ -197,6 +197,18 @@ def test_a_dtype_that_differs_from_the_manifest(made, tmp_path):
     assert problem_of(path).startswith(f"{file}: {name} is float16, but manifest.json says bfloat16; convert")
 
 
+def test_a_tensor_in_two_dtypes_is_named(made, tmp_path):
+    directory = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm"))
+    (directory / "manifest.json").unlink()
+    name = "text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"
+    for path in directory.glob("release/mp_rank_01*/*.safetensors"):
+        tensors = load_file(path)
+        save_file({**tensors, name: tensors[name].float()} if name in tensors else tensors, path)
+    weight = next(one for one in model_weights(SMALL.model) if one.name == name)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight as bfloat16 and float32; give a"):
+        open_source(directory, model=SMALL.model).read_hf(weight, 0)
+
+
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])
 def test_the_shipped_model_files_match_conversions_of_the_published_models(size):
     shipped = read_model(EXAMPLES / f"model_{size}.json").value
