@@ -2,21 +2,7 @@
 
 from pathlib import Path
 
-from checkpoint.options import (
-    CommonModelConfig,
-    ConversionConfig,
-    DiffConfig,
-    HFConfig,
-    HFToMMConfig,
-    LoraHFToMMConfig,
-    LoraMMToHFConfig,
-    MergeLoraConfig,
-    MMToHFConfig,
-    ParallelConfig,
-    ResplitConfig,
-    ShowConfig,
-    VerifyConfig,
-)
+from checkpoint import options
 from checkpoint.verify import diff_directories, show_directory, verify_directory
 from mm.checkpoint import convert
 from mm.checkpoint.adapters import merge_into_base, mindspeed_to_peft, peft_to_mindspeed
@@ -33,30 +19,30 @@ def run(cfg: object) -> int:
     """Run the command that ``cfg`` belongs to; returns the exit status."""
     is_equal, lines = True, ()
     match cfg:
-        case ConversionConfig():
+        case options.ConversionConfig():
             _conversion(cfg).run(cfg.num_workers, cfg.dry_run, cfg.overwrite)
-        case VerifyConfig():
+        case options.VerifyConfig():
             layout = _layout(cfg.parallel_config, LAYOUT)
             lines = verify_directory(Path(cfg.mm_dir), _dir(cfg.hf_config), layout, cfg.num_workers)
-        case DiffConfig():
+        case options.DiffConfig():
             lines, is_equal = diff_directories(cfg.source_dir, cfg.target_dir, _dir(cfg.hf_config), cfg.num_workers)
-        case ShowConfig():
+        case options.ShowConfig():
             lines = show_directory(Path(cfg.dir))
     if lines:
         print(printable("\n".join(lines)))
     return 0 if is_equal else 1
 
 
-def _conversion(cfg: ConversionConfig) -> Conversion:
+def _conversion(cfg: options.ConversionConfig) -> Conversion:
     match cfg:
-        case HFToMMConfig():
+        case options.HFToMMConfig():
             return _hf_to_mm(cfg)
-        case MMToHFConfig():
+        case options.MMToHFConfig():
             common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
             _check(common, hf_dir)
             return convert.mm_to_hf(cfg.mm_dir, hf_dir, cfg.save_hf_dir, _layout(cfg.parallel_config, LAYOUT),
                                     _structure(common), common.vit_qkv_order)
-        case ResplitConfig():
+        case options.ResplitConfig():
             common, hf_dir = cfg.common_model_config, _dir(cfg.hf_config)
             source = _layout(cfg.source_parallel_config, SOURCE_LAYOUT)
             target = _given_layout(cfg.target_parallel_config, TARGET_LAYOUT)
@@ -64,19 +50,19 @@ def _conversion(cfg: ConversionConfig) -> Conversion:
             return convert.resplit(cfg.source_dir, cfg.target_dir, source, target, hf_dir,
                                    cfg.save_format and Format(cfg.save_format), _structure(common),
                                    common.vit_qkv_order)
-        case LoraHFToMMConfig():
+        case options.LoraHFToMMConfig():
             _check(cfg.common_model_config, None, of_adapters=True)
             layout = _given_layout(cfg.parallel_config, LAYOUT)
             return peft_to_mindspeed(cfg.hf_config.hf_dir, cfg.mm_dir, layout, Format(cfg.save_format), cfg.base_dir)
-        case LoraMMToHFConfig():
+        case options.LoraMMToHFConfig():
             _check(cfg.common_model_config, None, of_adapters=True)
             layout = _layout(cfg.parallel_config, LAYOUT)
             return mindspeed_to_peft(cfg.mm_dir, cfg.save_hf_dir, layout, _dir(cfg.hf_config), cfg.lora_alpha)
-    assert isinstance(cfg, MergeLoraConfig), cfg
+    assert isinstance(cfg, options.MergeLoraConfig), cfg
     return merge_into_base(cfg.lora_dir, cfg.hf_config.hf_dir, cfg.save_hf_dir)
 
 
-def _hf_to_mm(cfg: HFToMMConfig) -> Conversion:
+def _hf_to_mm(cfg: options.HFToMMConfig) -> Conversion:
     common, hf_dir = cfg.common_model_config, cfg.hf_config.hf_dir
     language_dir, same = _dir(cfg.llm_hf_config), common.llm_hf_dir
     if language_dir and same and Path(language_dir).resolve() != Path(same).resolve():
@@ -88,15 +74,15 @@ def _hf_to_mm(cfg: HFToMMConfig) -> Conversion:
     return convert.hf_to_mm(hf_dir, cfg.mm_dir, layout, storage, language_dir or same)
 
 
-def _dir(given: HFConfig | None) -> str | None:
+def _dir(given: options.HFConfig | None) -> str | None:
     return given and given.hf_dir
 
 
-def _layout(given: ParallelConfig | None, flag: str) -> Layout | None:
+def _layout(given: options.ParallelConfig | None, flag: str) -> Layout | None:
     return given and _given_layout(given, flag)
 
 
-def _given_layout(given: ParallelConfig, flag: str) -> Layout:
+def _given_layout(given: options.ParallelConfig, flag: str) -> Layout:
     """The layout that the section ``flag`` describes."""
     if given.vit_tp_size not in (0, given.tp_size):
         raise UserError(f"{flag}.vit_tp_size is {given.vit_tp_size}; expected 0 or tp_size = {given.tp_size}, because "
@@ -105,12 +91,12 @@ def _given_layout(given: ParallelConfig, flag: str) -> Layout:
     return Layout(given.vit_pp_layers, given.llm_pp_layers, given.tp_size, given.encoder_placement)
 
 
-def _structure(common: CommonModelConfig) -> Structure | None:
+def _structure(common: options.CommonModelConfig) -> Structure | None:
     """The requested structure; None: the default."""
     return {None: None, True: Structure.CANONICAL, False: Structure.FUSED}[common.enable_canonical_hf_struct]
 
 
-def _check(common: CommonModelConfig, hf_dir: str | None, of_adapters: bool = False) -> None:
+def _check(common: options.CommonModelConfig, hf_dir: str | None, of_adapters: bool = False) -> None:
     """Raise UserError naming each stated fact that is false for the model in ``hf_dir``."""
     problems: list[str] = []
     if common.model_prefix and not (of_adapters and common.model_prefix == PREFIX):

@@ -13,20 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from mm.checkpoint.directories import (
-    LATEST_FILE,
-    MEGATRON_MODES,
-    PART,
-    PLAIN_MODES,
-    Crc32s,
-    Modes,
-    begin_file,
-    commit,
-    delete_leftovers,
-    finish_file,
-    left_bytes,
-    unfinished,
-)
+from mm.checkpoint import directories
+from mm.checkpoint.directories import LATEST_FILE, MEGATRON_MODES, PART, PLAIN_MODES, Crc32s, Modes
 from mm.checkpoint.hf import HF_CONFIG_FILE, HFDirectory, hf_targets, write_other_files
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.mindspeed import TOOL, ConvertedManifest
@@ -88,7 +76,7 @@ class Conversion:
             return
         target = self.target.resolve()
         if not overwrite and self._is_done(target, num_workers):
-            delete_leftovers(target)
+            directories.delete_leftovers(target)
             print(f"{target} is already identical; nothing was written.")
             return
         check_replaceable(target, self.sources, self.num_bytes, self.marker, overwrite)
@@ -96,9 +84,9 @@ class Conversion:
             with ongoing(f"checking {source.path}"):
                 source.check()
         try:
-            with unfinished(target, self.fingerprint, self.modes) as folder:
+            with directories.unfinished(target, self.fingerprint, self.modes) as folder:
                 self.write_others(folder, self._write(folder, num_workers))
-                commit(folder, target)
+                directories.commit(folder, target)
         except OSError as error:
             raise UserError(f"{error.filename or target} cannot be read or written ({error.strerror}); fix that and "
                             f"run the same command again, which continues after the finished files.") from error
@@ -151,7 +139,7 @@ class Conversion:
         with ThreadPoolExecutor(num_workers) as pool, Progress(
                 f"writing {self.target}", total, "B", total - num_left) as progress:
             for file in left:
-                begin_file(folder, file, self.modes)
+                directories.begin_file(folder, file, self.modes)
             for group in self._groups(left):
                 future = pool.submit(self._write_group, folder, group, progress.update)
                 for name in {view.stored.file for view in group}:
@@ -160,7 +148,7 @@ class Conversion:
                 for file in left:
                     found = {stored: crc for one in written[file.name] for stored, crc in one.result().items()}
                     crc32s[file.name] = {one.name: found[one] for one in file.tensors}
-                    finish_file(folder, file, crc32s[file.name])
+                    directories.finish_file(folder, file, crc32s[file.name])
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # leaving the with block waits for running work
                 raise
@@ -308,7 +296,7 @@ def check_target(target: Path, num_bytes: int, hint: str | None = "") -> None:
     checked = target.parent if target.is_dir() else target
     refuse(folder_problems("The target", str(checked)))
     existing = next(folder for folder in (checked, *checked.parents) if folder.exists())
-    free_bytes = shutil.disk_usage(existing).free + left_bytes(target)
+    free_bytes = shutil.disk_usage(existing).free + directories.left_bytes(target)
     if num_bytes > free_bytes:
         raise UserError(f"The target {target} needs {num_bytes:,} bytes, but only {free_bytes:,} are free; make "
                         f"room or give another disk.")

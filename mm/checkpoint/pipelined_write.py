@@ -30,7 +30,6 @@ class Host(Protocol):
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         """Memory for ``start_copying_back``; None if tensors are already on the host."""
-        ...
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to copy ``tensor``; calling the result waits for the copy and returns it."""
