@@ -56,8 +56,7 @@ class ParallelConfig:
 
     llm_pp_layers: LayerLists = Field(title=_LISTS_TEXT, description=(
         "LLM layers per pipeline stage: [12,16] or 12,16; with virtual chunks one list for each, [[6,8],[6,8]]"))
-    vit_pp_layers: LayerLists = Field(
-        title=_LISTS_TEXT, description="ViT layers per pipeline stage, in the same form")
+    vit_pp_layers: LayerLists = Field(title=_LISTS_TEXT, description="ViT layers per pipeline stage, in the same form")
     tp_size: Count = Field(1, description="tensor-parallel size")
     vit_tp_size: NaturalNumber = Field(0, description="tensor-parallel size of the ViT: 0 or tp_size")
     encoder_placement: EncoderPlacement = Field("cut", description=(

@@ -154,9 +154,8 @@ def hf_problems(
         return list(error.problems)
     if not found:
         return []
-    width = max(len(difference.json_name) for difference in found)
-    table = "\n".join(f"    {difference.json_name:<{width}}  {difference.first}  |  {difference.second}"
-                      for difference in found)
+    width = max(len(one.json_name) for one in found)
+    table = "\n".join(f"    {one.json_name:<{width}}  {one.first}  |  {one.second}" for one in found)
     return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
             f"(model JSON | config.json):\n{table}"]
 
@@ -165,11 +164,9 @@ def stored_problems(
     where: Path, stored: ModelConfig, model: ModelConfig, but: tuple[str, ...] = FREE_FIELDS
 ) -> list[str]:
     """A problem for each field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
-    return [
-        f"{where}: the checkpoint was saved with {difference.json_name} = {difference.first!r}, but the model JSON "
-        f"says {difference.second!r}; give the model JSON that it was trained with."
-        for difference in sorted(differences(stored, model, but), key=attrgetter("json_name"))
-    ]
+    return [f"{where}: the checkpoint was saved with {one.json_name} = {one.first!r}, but the model JSON says "
+            f"{one.second!r}; give the model JSON that it was trained with."
+            for one in sorted(differences(stored, model, but), key=attrgetter("json_name"))]
 
 
 # Other facts in config.json

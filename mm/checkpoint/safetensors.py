@@ -84,10 +84,8 @@ def _stored(
     path: Path, file: str, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
 ) -> Stored:
     if entry["dtype"] not in dtypes:
-        raise UserError(
-            f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
-            f"weights are not supported: give the unquantized model."
-        )
+        raise UserError(f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
+                        f"weights are not supported: give the unquantized model.")
     start, stop = entry["data_offsets"]
     stored = Stored(file, name, dtypes[entry["dtype"]], tuple(entry["shape"]), data_start + start)
     if stop - start != stored.num_bytes:

@@ -51,8 +51,8 @@ def write_pieces(
 ) -> list[CheckpointTensor]:
     """Write one safetensors file, flush it to disk, and return its pieces with their checksums."""
     by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
-    planned = safetensors_file(
-        file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
+    described = [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()]
+    planned = safetensors_file(file, described)
     with new_file(folder / file) as opened:
         opened.write(planned.pieces[0][1])
         crc32s = write_tensors(opened, [(stored.name, by_name[stored.name][1]) for stored in planned.tensors], host)
