@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.cli import main
-from mm.checkpoint import convert
+from mm.checkpoint import directories
 from mm.checkpoint.adapters import (
     base_to_name,
     check_base,
@@ -201,7 +201,7 @@ def test_a_merge_resumes_after_a_failure(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "commit", fail)
+        patch.setattr(directories, "commit", fail)
         with pytest.raises(UserError, match=r"run the same command again, which continues"):
             merge.run()
     merge.run()
