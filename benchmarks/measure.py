@@ -9,15 +9,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from mm.config.args import Arguments, DeviceName, parse
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.process import free_port
 from tests.files import EXAMPLES
@@ -60,6 +61,24 @@ def report(found: Any, output: Path | None, *, prints: bool = True) -> None:
 def shipped_model(size: str) -> ModelConfig:
     """The model JSON of the example of that size."""
     return read_model(EXAMPLES / f"model_{size}.json").value
+
+
+def model_config(
+    size: str, frozen: Iterable[str] = (), recompute: bool = False, offload: bool = False
+) -> ModelConfig:
+    """The shipped model JSON of ``size`` on one stage, with exactly the parts ``frozen`` frozen."""
+    model = shipped_model(size)
+    recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
+    towers = {
+        part: replace(
+            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed,
+            offload=OffloadConfig(offload),
+        )
+        for part, tower in (("vision", model.vision), ("language", model.language))
+    }
+    return replace(
+        model, **towers, projector=replace(model.projector, freeze="projector" in frozen)
+    )
 
 
 def versions() -> dict[str, str]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from mm.config.layers import layers_in
 from mm.config.model import LanguageConfig, ModelConfig, Tower
 from mm.errors import UserError
+from mm.families import FAMILIES
 from mm.families.family import LayerNames
-from mm.families.known import FAMILIES
 from mm.placement import StageSpec
 
 Value = TypeVar("Value")
