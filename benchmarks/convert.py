@@ -32,11 +32,10 @@ import torch
 
 from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
+from mm.checkpoint.directories import sync
 from mm.checkpoint.hf_config import model_from_hf
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import sync
 from mm.families.qwen2_5_vl import published_config
 from mm.weights.shard import memory_shape, readers
 from mm.weights.table import local_shape, model_weights, stage_weights
@@ -115,7 +114,7 @@ def _layouts(size: str, tp_size: int) -> tuple[Layout, Layout]:
 
 def prepare(size: str, source: Path, made: Path) -> None:
     for tp_size in (1, 2):
-        convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run(Options())
+        convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run()
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -133,7 +132,7 @@ def child(flags: argparse.Namespace) -> None:
         if flags.child == "copy":
             copy_files(source, target)
         else:
-            commands(flags.size, source, Path(flags.made))[flags.child](target).run(Options())
+            commands(flags.size, source, Path(flags.made))[flags.child](target).run()
 
     print(json.dumps({"seconds": seconds_of(work)}))
 

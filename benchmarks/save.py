@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
 from mm.checkpoint.pipelined_write import BLOCK_BYTES, HostCopies, Values, write_tensors
-from mm.checkpoint.saved_steps import MEGATRON_MODES, new_file
+from mm.checkpoint.training_files import new_file
 from mm.device.device import Device
 
 HIDDEN = 2048
@@ -57,7 +57,7 @@ def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
 def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
     """Save as this trainer did until 2026-11-23."""
     crc32s = {}
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         for name, tensor in tensors:
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(data)
@@ -66,7 +66,7 @@ def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict
 
 
 def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device, block_bytes: int) -> dict[str, int]:
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device.runtime, block_bytes)
 
 

@@ -33,9 +33,8 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
 from mm.process import free_port
 from mm.run.step import Setup, forward_backward, step
-from mm.weights.names import published_name
 from mm.weights.shard import MemoryLayout
-from mm.weights.table import fuse, model_weights, shard
+from mm.weights.table import fuse, model_weights, published_name, shard
 from tests.microbatches import own_pixels
 
 LR = 1e-5

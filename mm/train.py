@@ -45,7 +45,7 @@ def _kept(words: Sequence[str]) -> str:
         return "an index of samples that is finished is kept"
     if (save := given.last("--save")) is None:
         return "nothing is kept, because there is no --save"
-    checkpoints: Any = sys.modules.get("mm.checkpoint.saved_steps")
+    checkpoints: Any = sys.modules.get("mm.checkpoint.directories")
     if checkpoints is None:
         return f"training had not begun; {save} is as it was"
     with collected([]):

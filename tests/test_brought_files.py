@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.process import free_port
@@ -174,7 +172,7 @@ def warm_programs(directory: Path) -> Path:
 def trained_by_the_peer(inputs: Path) -> None:
     """``inputs/hf`` as a checkpoint of the peer's training at iteration 2, on two stages."""
     layout, storage = Layout(((5, 3),), ((0, 4),), 1), Storage(Format.TORCH)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run(Options())
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run()
     (inputs / "mm" / "manifest.json").unlink()
     (inputs / "mm" / "release").rename(inputs / "mm" / "iter_0000002")
     (inputs / "mm" / "latest_checkpointed_iteration.txt").write_text("2")

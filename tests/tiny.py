@@ -15,8 +15,7 @@ from mm.config.args import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.qwen2_5_vl.arithmetic import VideoTimes
 from mm.placement import PipelineLayout
-from mm.weights.names import published_name
-from mm.weights.table import Fusion, Weight, fuse, local_shape
+from mm.weights.table import Fusion, Weight, fuse, local_shape, published_name
 from tests.microbatches import NUM_TEXT_IDS, RawSample, packed, random_pixels
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253

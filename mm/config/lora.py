@@ -1,6 +1,6 @@
 """The settings of adapters (LoRA, arXiv:2106.09685), with the names of PEFT and MindSpeed-MM.
 
-``mm.weights.names`` decides which layers of the model their patterns name.
+``mm.weights.table`` decides which layers of the model their patterns name.
 """
 
 import math
@@ -70,7 +70,7 @@ class LoraConfig:
     """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank]."""
 
     target_modules: Annotated[Patterns, OrDefault] = ()
-    """Patterns of linear layers (``mm.weights.names.is_target``); without any there are no adapters."""
+    """Patterns of linear layers (``mm.weights.table.is_target``); without any there are no adapters."""
     r: Count = 8
     """The rank of every adapter that ``rank_pattern`` does not name."""
     alpha: Alpha = 16.0

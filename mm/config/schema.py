@@ -99,7 +99,7 @@ Positive = Annotated[Number, Gt(0)]
 PathText = Annotated[str, LOCAL]
 PathOrNone = Annotated[str | None, LOCAL]
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title="one or more words")]
-"""Words: on the command line, any number after the flag.  ``mm.weights.names.matches`` reads those of weight names."""
+"""Words: on the command line, any number after the flag.  ``mm.weights.table.matches`` reads those of weight names."""
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title="one or more integers of at least 0")]
 
 

@@ -7,10 +7,9 @@ from functools import cache
 
 from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, Tower
-from mm.weights.adapters import matrix_pairs
 from mm.weights.shard import memory_shape
 from mm.weights.table import Fusion, Place, Weight, weights_by_place
-from mm.weights.trained import GradientPath, is_frozen
+from mm.weights.trained import GradientPath, is_frozen, matrix_pairs
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per element of weights and activations, by precision."""

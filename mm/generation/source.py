@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm.checkpoint import source as weights
+from mm.checkpoint.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.hf_config import hf_problems, model_from_hf
-from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.checkpoint.source import Kind, QkvOrder, Source
 from mm.config.generate import Asking, Decoding, GenerationSettings, read_generation

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic_core import from_json
 
-from mm.checkpoint.saved_steps import ITERATION_NAME
+from mm.checkpoint.directories import ITERATION_NAME
 from mm.data.loader.quarantine import LEDGER
 from mm.data.sample import BadSample
 from mm.errors import UserError

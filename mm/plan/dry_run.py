@@ -33,9 +33,17 @@ from mm.cost.stage_memory import (
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import counted, sorted_notes
 from mm.placement import Message, Placement, StageSpec
-from mm.weights.adapters import describe, model_adapters, num_adapter_params
 from mm.weights.table import Place, stage_weights
-from mm.weights.trained import GradientPath, Group, freeze_notes, is_frozen, optimizer_groups
+from mm.weights.trained import (
+    GradientPath,
+    Group,
+    describe_lora,
+    freeze_notes,
+    is_frozen,
+    model_adapters,
+    num_adapter_params,
+    optimizer_groups,
+)
 
 NEARLY_EQUAL = 0.9
 """Devices whose smallest memory has at least this share of the others' get one answer, for the smallest."""
@@ -202,7 +210,7 @@ def _run_lines(run: Run) -> list[str]:
     args, lora = run.args, run.model.lora
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
-        *([f"Adapters  {len(model_adapters(run.model))} linear layers, {describe(lora)}: "
+        *([f"Adapters  {len(model_adapters(run.model))} linear layers, {describe_lora(lora)}: "
            f"{num_adapter_params(run.model):,} parameters; the weights beside them are frozen, which costs their "
            f"{WIDTHS[args.precision]} bytes each, and no gradients, optimizer state or fp32 copies"]
           if lora.is_on else []),

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mm.checkpoint.adapters import base_notes, check_base, holds_adapters
 from mm.checkpoint.convert import check_target
+from mm.checkpoint.directories import LATEST_FILE
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import hf_problems
-from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters
-from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name
 from mm.config.data import dataset_files
@@ -34,8 +34,7 @@ from mm.run.schedule import scheduled, with_steps
 from mm.run.sources import Checked, Questions, Samples, Sources, open_start, save_problems
 from mm.run.watch.metrics import tracker_problems
 from mm.scoring.questions import read_items
-from mm.weights.adapters import adapter_problems
-from mm.weights.trained import feature_cache_problems, freeze_problems, group_problems, lacks_adapters
+from mm.weights.trained import adapter_problems, feature_cache_problems, freeze_problems, group_problems, lacks_adapters
 
 _NUM_COMPARED = 100
 """Number of samples whose image sizes are compared for the note."""

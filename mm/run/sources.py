@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.merge_lora import holds_adapters, open_adapters, open_base
+from mm.checkpoint.adapters import holds_adapters, open_adapters, open_base
+from mm.checkpoint.directories import newest_checkpoint, run_id_of, run_ids, stated
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.peft import is_peft_directory
-from mm.checkpoint.saved_steps import newest_checkpoint, run_id_of, run_ids, stated
 from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, holds_nothing, open_to_train
 from mm.checkpoint.training_files import tidy
 from mm.config.args import Arguments

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from mm.checkpoint.adapters import check_base
+from mm.checkpoint.directories import find_checkpoint
 from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.merge_lora import check_base
-from mm.checkpoint.saved_steps import find_checkpoint
 from mm.checkpoint.source import Kind
 from mm.config.run import Run, with_own_paths
 from mm.console import ongoing

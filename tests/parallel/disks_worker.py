@@ -20,7 +20,7 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.checkpoint import saved_steps  # noqa: E402
+from mm.checkpoint import directories  # noqa: E402
 from mm.checkpoint import training_files as writer  # noqa: E402
 from mm.checkpoint.training_files import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
@@ -67,7 +67,7 @@ def gather(name: str) -> Path:
         target = Path("..") / "gathered" / name
         target.mkdir(parents=True)
         for node in range(2):
-            for path in Path("..", f"node{node}", "save", name, saved_steps.iteration_name(2)).iterdir():
+            for path in Path("..", f"node{node}", "save", name, directories.iteration_name(2)).iterdir():
                 copy = target / path.name
                 assert not copy.exists() or copy.read_bytes() == path.read_bytes(), path
                 copy.write_bytes(path.read_bytes())
@@ -108,7 +108,7 @@ def interrupted(disks: Disks) -> dict:
 
 def mixed(directory: Path, run: Run, disks: Disks) -> list[list[list[str]]]:
     """What a start says when rank 1's disk lacks the checkpoint of rank 0, or has another one of its iteration."""
-    newest, started = directory / saved_steps.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
+    newest, started = directory / directories.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
     said = [problems_of(lambda: disks.check_same(newest, run.mesh))]
     for is_there in (False, True):
         if run.mesh.rank and is_there:

@@ -37,11 +37,11 @@ from mm.placement import Placement  # noqa: E402
 from mm.run.optim.optimizer import owned_states  # noqa: E402
 from mm.run.optim.update import StepResult, update  # noqa: E402
 from mm.run.step import Setup, forward_backward  # noqa: E402
-from mm.weights.names import published_name  # noqa: E402
 from mm.weights.shard import MemoryLayout  # noqa: E402
 from mm.weights.table import (  # noqa: E402
     Weight,
     model_weights,
+    published_name,
     shard,
     stage_weights,
 )

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.config.generate import load_asking
 from mm.config.run import load_run
 from mm.errors import UserError
@@ -92,7 +90,7 @@ def test_an_unfinished_checkpoint_is_rejected(inputs: Path):
 def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
     """The checkpoint in MindSpeed-MM's layout, on two stages."""
     layout = Layout(((5, 3),), ((0, 4),), tp_size)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Storage(format)).run(Options(num_workers=1))
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Storage(format)).run(num_workers=1)
     return inputs / "mm"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from mm.checkpoint.saved_steps import stated
+from mm.checkpoint.directories import stated
 from mm.checkpoint.training_files import TEMPORARY_PREFIX
 from mm.config.args import Arguments
 from mm.environment import Launched

@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from mm.checkpoint import convert
 from mm.checkpoint import training_files as files
-from mm.checkpoint.merge_lora import base_to_name, export_peft, merge, open_base, open_saved
+from mm.checkpoint.adapters import base_to_name, export_peft, merge, open_base, open_saved
 from mm.checkpoint.pipelined_write import ON_HOST, Host, HostCopies, Values
 from mm.checkpoint.training_files import ALL_KEPT, Retention
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
@@ -449,14 +449,14 @@ class Saver:
         run = self._run
         hf_dir = run.data.model_name_or_path
         if not run.model.lora.is_on:
-            convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
+            convert.mm_to_hf(source, hf_dir, target).run()
         elif is_merged:
             assert base is not None, "checked before the run: there is a base model to merge with"
             opened = open_base(base["path"], run.model, qkv_order(run))
-            merge(open_saved(source), opened, hf_dir, target).run(convert.Options())
+            merge(open_saved(source), opened, hf_dir, target).run()
         else:
             name = base_to_name(base, hf_dir, run.model)
-            export_peft(open_saved(source), target, name).run(convert.Options())
+            export_peft(open_saved(source), target, name).run()
 
     @contextmanager
     def _saving(self, doing: str, iteration: int) -> Iterator[None]:

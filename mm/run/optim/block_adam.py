@@ -2,7 +2,7 @@
 block of elements at a time.
 
 Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be stored as the weight and a remainder
-(``mm.weights.fp32_split``).  While a block is updated, all of its states are in fp32, and on the device.
+(``mm.weights.shard``).  While a block is updated, all of its states are in fp32, and on the device.
 
 Optimizer states in host memory, which pass through the device a block at a time, to be updated there.
 
@@ -29,7 +29,7 @@ from mm.cost.stage_memory import offloaded
 from mm.device.device import Device
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.zero.weight_shards import placeholder
-from mm.weights.fp32_split import REMAINDER, joined, split
+from mm.weights.shard import REMAINDER, joined, split
 
 
 def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

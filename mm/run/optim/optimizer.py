@@ -26,7 +26,7 @@ from mm.parallel.megatron import DTYPES
 from mm.parallel.zero.gradient_buffers import freed_gradients
 from mm.parallel.zero.gradient_shards import ShardedGradients
 from mm.run.optim.block_adam import MASTER, MOMENTS, BlockAdam, KeptStates, fills_weights
-from mm.weights.fp32_split import REMAINDER, split
+from mm.weights.shard import REMAINDER, split
 from mm.weights.trained import Group
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from mm.device.device import Device
 from mm.run.optim import block_adam
 from mm.run.optim.block_adam import BlockAdam, KeptStates
-from mm.weights.fp32_split import joined, split
+from mm.weights.shard import joined, split
 
 DEVICE = Device.pick("cpu")
 BOTH = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}

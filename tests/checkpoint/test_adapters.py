@@ -15,28 +15,28 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import commands
 from checkpoint.cli import main
-from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.merge_lora import (
+from mm.checkpoint import directories
+from mm.checkpoint.adapters import (
     base_to_name,
     check_base,
     holds_adapters,
+    merge_into_base,
+    mindspeed_to_peft,
     model_crc32,
     open_adapters,
     open_base,
     open_beside,
+    peft_to_mindspeed,
 )
-from mm.checkpoint.mindspeed_layout import Format
+from mm.checkpoint.hf import HFDirectory
+from mm.checkpoint.mindspeed_layout import Format, Layout
 from mm.checkpoint.peft import CONFIG_FILE, PREFIX, WEIGHTS_FILE, AdapterDirectory
 from mm.checkpoint.source import open_source
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.adapters import model_adapters
+from mm.weights.trained import model_adapters
 from tests.mm_convert.models import files
 from tests.peft_oracle import peft_model, peft_tensors
 from tests.tiny import TOKENS_PER_SECOND, hf_model, hf_tensors, our_config
@@ -102,9 +102,9 @@ def test_a_peft_adapter_is_read_exactly(folder: Path) -> None:
 
 @pytest.mark.parametrize("format", Format)
 def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path) -> None:
-    commands.peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, format).run(Options(num_workers=1))
+    peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, format).run(num_workers=1)
     base = os.path.relpath(folder / "base")
-    commands.mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", None, base, None).run(Options(num_workers=1))
+    mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", None, base, None).run(num_workers=1)
     assert_same(tmp_path / "back", folder / "adapter")
     assert AdapterDirectory.open(tmp_path / "back").base_name == str(folder / "base")
     expected = asked(folder / "adapter")
@@ -112,7 +112,7 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
     if format is Format.SAFETENSORS:
         merged = [tmp_path / f"merged_{name}" for name in ("mm", "adapter")]
         for adapters, target in zip((tmp_path / "mm", folder / "adapter"), merged, strict=True):
-            commands.merge_into_base(adapters, folder / "base", target).run(Options())
+            merge_into_base(adapters, folder / "base", target).run()
         assert files(merged[0]) == files(merged[1])
         first = load_file(tmp_path / "mm" / "release" / "mp_rank_01_001" / "model1.safetensors")
         names = {name for name in first if ".layers.0." in name}
@@ -128,16 +128,15 @@ def test_mindspeeds_layout_and_back(format: Format, folder: Path, tmp_path: Path
 def test_files_by_mindspeed_need_alpha_and_model(folder: Path, tmp_path: Path) -> None:
     settings = LoraConfig(("q_proj", "o_proj", "qkv"), r=3, alpha=5.0)  # the ViT has a linear_proj, too
     peft_model(hf_model(), model_of(settings)).save_pretrained(tmp_path / "adapter")
-    commands.peft_to_mindspeed(tmp_path / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH, str(folder / "base")).run(
-        Options(num_workers=1))
+    base = str(folder / "base")
+    peft_to_mindspeed(tmp_path / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH, base).run(num_workers=1)
     (tmp_path / "mm" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"no manifest .* give --cfg.hf_config.hf_dir, .*parallel_config and .*alpha"):
-        commands.mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", None, None, None)
-    commands.mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", LAYOUT, str(folder / "base"), 5.0).run(
-        Options(num_workers=1))
+        mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", None, None, None)
+    mindspeed_to_peft(tmp_path / "mm", tmp_path / "back", LAYOUT, base, 5.0).run(num_workers=1)
     assert_same(tmp_path / "back", tmp_path / "adapter")
     with pytest.raises(UserError) as caught:
-        commands.mindspeed_to_peft(tmp_path / "mm", tmp_path / "other", replace(LAYOUT, vision=((4, 0), (0, 0))),
+        mindspeed_to_peft(tmp_path / "mm", tmp_path / "other", replace(LAYOUT, vision=((4, 0), (0, 0))),
                            str(folder / "base"), 5.0)
     problem = caught.value.problems[-1]
     assert problem.startswith(f"{tmp_path / 'mm'} was read as the adapters of visual.blocks.0.attn.qkv, ")
@@ -147,13 +146,13 @@ def test_files_by_mindspeed_need_alpha_and_model(folder: Path, tmp_path: Path) -
     for shape in ((), (0, 8)):
         torch.save(content | {"model0": content["model0"] | {name: torch.zeros(shape)}}, path)
         with pytest.raises(UserError, match=r"lora_A"):
-            commands.mindspeed_to_peft(tmp_path / "mm", tmp_path / "other", LAYOUT, str(folder / "base"), 5.0)
+            mindspeed_to_peft(tmp_path / "mm", tmp_path / "other", LAYOUT, str(folder / "base"), 5.0)
 
 
 @pytest.mark.parametrize("is_stated", [True, False])
 def test_a_run_reads_mindspeeds_layout(is_stated: bool, folder: Path, tmp_path: Path) -> None:
     """With a manifest from any layout; without one, as the adapters of the run on its layout."""
-    commands.peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH).run(Options(num_workers=1))
+    peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, Format.TORCH).run(num_workers=1)
     if not is_stated:
         (tmp_path / "mm" / "manifest.json").unlink()
     assert holds_adapters(tmp_path / "mm")
@@ -195,17 +194,17 @@ def test_a_merge_resumes_after_a_failure(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     hf_model().save_pretrained(tmp_path / "base", max_shard_size="100KB")
-    commands.merge_into_base(folder / "adapter", tmp_path / "base", tmp_path / "whole").run(Options())
-    merge = commands.merge_into_base(folder / "adapter", tmp_path / "base", tmp_path / "merged")
+    merge_into_base(folder / "adapter", tmp_path / "base", tmp_path / "whole").run()
+    merge = merge_into_base(folder / "adapter", tmp_path / "base", tmp_path / "merged")
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "commit", fail)
+        patch.setattr(directories, "commit", fail)
         with pytest.raises(UserError, match=r"run the same command again, which continues"):
-            merge.run(Options())
-    merge.run(Options())
+            merge.run()
+    merge.run()
     assert re.search("an earlier run finished [2-9] of [2-9] files", capsys.readouterr().out)
     assert files(tmp_path / "merged") == files(tmp_path / "whole")
 
@@ -266,7 +265,7 @@ def test_an_adapter_of_another_base_model_is_rejected(folder: Path, tmp_path: Pa
     hf_model(seed=5).save_pretrained(tmp_path / "other")
     found, other = (open_base(path, base) for path in (folder / "base", tmp_path / "other"))
     assert model_crc32(found) != model_crc32(other)
-    commands.peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS)
+    peft_to_mindspeed(folder / "adapter", tmp_path / "mm", LAYOUT, Format.SAFETENSORS)
     adapters = replace(open_adapters(folder / "adapter", base), base_crc32=model_crc32(found))
     assert check_base(adapters, found, "--base") == model_crc32(found)
     with pytest.raises(UserError, match="holds adapters of another base model than"):

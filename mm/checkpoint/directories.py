@@ -1,13 +1,11 @@
-"""Which training checkpoints a directory holds, found by names and heads of manifests, and which one to load.
-
-``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
-directory ``<dir>/iter_0000010``.  A directory of that name is complete: it is written under another name (``.tmp-``)
-and then renamed.  Any other directory is a leftover, and counts as nothing.
-
-Directories that appear complete or not at all, for conversions and training checkpoints.
+"""Directories that appear complete or not at all, and which checkpoints of a training a directory holds.
 
 Everything is written to a temporary sibling, which is renamed at the end.  If a conversion is interrupted, its finished
 files stay there, and the same conversion continues after them.
+
+``<dir>/latest_checkpointed_iteration.txt`` holds the newest iteration as text (Megatron's file); each checkpoint is a
+directory ``<dir>/iter_0000010``, complete by its name.  Other directories, such as ``.tmp-``, are leftovers and count
+as nothing.
 """
 
 import fcntl
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mm.checkpoint.manifest import MANIFEST_FILE, read_head
 from mm.errors import UserError, refuse
@@ -53,15 +51,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def new_file(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """Open a new file for writing, which must not exist yet.  It is flushed to disk when the block ends."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
-        yield opened
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
 def put_in_place(finished: Path, target: Path, aside: Path) -> None:
     """Rename a directory, already flushed to disk, to ``target``.  An existing target is renamed to ``aside``."""
     replaces = target.exists()
@@ -80,13 +69,12 @@ def put_in_place(finished: Path, target: Path, aside: Path) -> None:
 def unfinished(target: Path, conversion: str, modes: Modes) -> Iterator[Path]:
     """The temporary directory of ``target``, locked, with the files that an interrupted ``conversion`` has finished.
 
-    ``conversion`` identifies sources and target; what another one left is deleted.  Raises UserError if another process
-    is writing the target.
+    ``conversion`` identifies sources and target; what another one left is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder, path = _temporary(target), _sibling(target, "lock")
+    folder, path = _sibling(target), _sibling(target, ".lock")
     refuse(f"{one}: is a link, which mm-convert never makes; remove it, or give another target."
-           for one in (path, folder, _sibling(target, "old")) if one.is_symlink())
+           for one in (path, folder, _sibling(target, ".old")) if one.is_symlink())
     with os.fdopen(regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, modes.file), "r+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,35 +120,32 @@ def commit(folder: Path, target: Path) -> None:
     """Flush the temporary directory of ``target`` to disk, rename it, and delete the old target."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
-    shutil.rmtree(_sibling(target, "old"), ignore_errors=True)
-    put_in_place(folder, target, _sibling(target, "old"))
-    tidy(target)
+    shutil.rmtree(_sibling(target, ".old"), ignore_errors=True)
+    put_in_place(folder, target, _sibling(target, ".old"))
+    delete_leftovers(target)
 
 
-def tidy(target: Path) -> None:
+def delete_leftovers(target: Path) -> None:
     """Delete what is beside a complete ``target``."""
-    shutil.rmtree(_sibling(target, "old"), ignore_errors=True)
-    _sibling(target, "lock").unlink(missing_ok=True)
+    shutil.rmtree(_sibling(target, ".old"), ignore_errors=True)
+    _sibling(target, ".lock").unlink(missing_ok=True)
 
 
 def left_bytes(target: Path) -> int:
     """Disk space of files that an interrupted run left for ``target``; they will be reused or freed."""
-    folder = _temporary(target)
+    folder = _sibling(target)
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
-def _temporary(target: Path) -> Path:
-    return target.with_name(f".{target.name}.mm-convert")
+def _sibling(target: Path, suffix: str = "") -> Path:
+    return target.with_name(f".{target.name}.mm-convert{suffix}")
 
 
-def _sibling(target: Path, word: str) -> Path:
-    return target.with_name(f".{target.name}.mm-convert.{word}")
-
+# Checkpoints of a training
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 UNREADABLE = ""
 """Stands for the run id if the manifest cannot be read; no run has this id."""
-
 ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 LEFTOVER_NAME = re.compile(r"iter_\d{7,}\.(?:(?:tmp|old)-\w+|dying)")
 """What interrupted saves leave; earlier versions saved ``.dying`` when a run failed."""
@@ -215,8 +200,7 @@ def stated(folder: Path) -> Mapping[str, Any]:
 def instead_of(folder: Path) -> str:
     """What to do if the checkpoint in ``folder`` is damaged, which ends the messages that say so.
 
-    A run does not go back to an older checkpoint by itself: it would train the steps since then again, and overwrite
-    files that may still be worth a look.
+    A run does not go back by itself: it would train steps again, and overwrite files that may be worth a look.
     """
     match = ITERATION_NAME.fullmatch(folder.name)
     older = [one for one in complete_iterations(folder.parent) if match and one < int(match[1])]
@@ -228,11 +212,7 @@ def instead_of(folder: Path) -> str:
 
 
 def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint to load, and notes for the user.
-
-    ``directory`` is one checkpoint, or the directory of all of them, in which ``latest_checkpointed_iteration.txt``
-    names one.  Raises UserError if there is none.
-    """
+    """The checkpoint to load, and notes: ``directory`` itself, or the one that ``LATEST_FILE`` in it names."""
     directory = Path(directory)
     if (directory / MANIFEST_FILE).is_file():
         return directory, ()
@@ -252,10 +232,9 @@ def find_checkpoint(directory: str | Path) -> tuple[Path, tuple[str, ...]]:
         # If a save that replaces a checkpoint is killed between its two renames, the complete old one is left aside.
         asides = [path.parent for path in sorted(directory.glob(f"{chosen.name}.old-*/{MANIFEST_FILE}"))]
         if not asides:
-            raise UserError(
-                f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in {directory}: "
-                f"{', '.join(map(str, complete)) or 'none'}. To use one, write its number into {LATEST_FILE} there."
-            )
+            raise UserError(f"{chosen} has no {MANIFEST_FILE}, so it is not a complete checkpoint; complete ones in "
+                            f"{directory}: {', '.join(map(str, complete)) or 'none'}. To use one, write its number "
+                            f"into {LATEST_FILE} there.")
         chosen = asides[-1]
         notes.append(f"{chosen} is used, because the save that should have replaced it was interrupted")
     notes += [f"{path} is left over from an interrupted save and is not used; "

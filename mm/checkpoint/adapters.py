@@ -1,6 +1,11 @@
-"""Adapters and their base models: opens them together, exports adapters for PEFT, and merges them into the weights."""
+"""Adapters and their base models: opens and compares them, converts adapters, and merges them into the weights.
+
+PEFT stores adapters as Hugging Face tensors.  MindSpeed-MM stores them in its canonical structure: separate ones for q,
+k, v and gate, up.
+"""
 
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,28 +16,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying
-from mm.checkpoint.hf import HFDirectory, hf_targets, is_hf_target, write_other_files
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.convert import HF_DIR, LAYOUT, Conversion, copying, to_mindspeed
+from mm.checkpoint.directories import Crc32s
+from mm.checkpoint.hf import HF_CONFIG_FILE, HFDirectory, hf_targets, write_other_files
 from mm.checkpoint.mindspeed import MindSpeedDirectory
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure, check_layout, mindspeed_name
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, adapter_targets, config_text, is_peft_directory
-from mm.checkpoint.saved_steps import PLAIN_MODES, Crc32s
-from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, open_adapter, open_to_train, open_training
+from mm.checkpoint.source import (
+    Kind,
+    QkvOrder,
+    Source,
+    find_kind,
+    open_adapter,
+    open_hf,
+    open_to_train,
+    open_training,
+)
 from mm.checkpoint.tensor_io import Blocks, tensor_bytes
 from mm.checkpoint.training_manifest import TrainingDirectory
+from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
-from mm.errors import UserError, refuse
-from mm.weights.adapters import model_adapters
-from mm.weights.table import Place, Weight, model_weights
-from mm.weights.trained import saved_weights
+from mm.errors import UserError, naming, refuse
+from mm.weights.table import ALL_LINEAR, Place, Weight, model_weights
+from mm.weights.trained import model_adapters, saved_weights
 from mm.weights.views import View
+
+BASE = "--cfg.base_dir"
 
 
 def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
-    """Whether the directory that ``flag`` gave holds adapters without their base model.
-
-    Raises UserError as ``find_kind`` does.
-    """
+    """Whether the directory that ``flag`` gave holds adapters without their base model."""
     if is_peft_directory(path):
         return True
     match find_kind(path, flag):
@@ -44,10 +57,7 @@ def holds_adapters(path: str | Path, flag: str = "--load") -> bool:
 
 
 def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = None) -> Source:
-    """Open a directory of adapters; raises UserError if they are not the adapters of ``model``.
-
-    Adapters in MindSpeed-MM's layout without a manifest are read according to ``layout``.
-    """
+    """Open a directory of adapters, which must be those of ``model``; see ``open_saved`` for ``layout``."""
     if is_peft_directory(path):
         return open_adapter(AdapterDirectory.open(path), model)
     source = open_saved(path, model, layout)
@@ -59,8 +69,7 @@ def open_adapters(path: str | Path, model: ModelConfig, layout: Layout | None = 
 def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layout | None = None) -> Source:
     """Open the adapters of a training checkpoint or in MindSpeed-MM's layout.
 
-    Adapters in MindSpeed-MM's layout without a manifest do not describe themselves: they are read as those of ``model``
-    on ``layout``.  Raises UserError if these are not given.
+    The latter do not describe themselves without a manifest: they are read as those of ``model`` on ``layout``.
     """
     if find_kind(path) is not Kind.MINDSPEED:
         return open_training(TrainingDirectory.open(path), takes_adapters=True)
@@ -74,10 +83,7 @@ def open_saved(path: str | Path, model: ModelConfig | None = None, layout: Layou
 
 
 def open_mindspeed(directory: MindSpeedDirectory, model: ModelConfig | None, layout: Layout | None) -> Source:
-    """Open adapters in MindSpeed-MM's layout; without a manifest, as those of ``model`` on ``layout``.
-
-    Raises UserError naming all tensors that are missing, left over or of another shape.
-    """
+    """Open adapters in MindSpeed-MM's layout; without a manifest, as those of ``model`` on ``layout``."""
     placed, tp_size = directory.placed_model(layout, LAYOUT, model)
     views, problems = directory.views(placed, tp_size)
     if problems and directory.manifest is None:
@@ -107,10 +113,7 @@ def _difference(source: Source, model: ModelConfig) -> list[str]:
 
 
 def open_base(path: str | Path, model: ModelConfig, qkv: QkvOrder | None = None) -> Source:
-    """Open the base model of the adapters of ``model``.
-
-    Raises UserError if ``path`` does not hold a whole model, or another one.
-    """
+    """Open the base model of the adapters of ``model``."""
     return open_to_train(path, model.base, needs_optimizer=False, qkv=qkv)
 
 
@@ -129,26 +132,20 @@ def model_crc32(base: Source) -> int:
 
 
 def check_base(adapters: Source | None, base: Source, flag: str) -> int:
-    """The checksum of ``base``; raises UserError if ``adapters`` state that they were trained on another model.
-
-    ``flag`` gives the base model.
-    """
+    """The checksum of ``base``, which ``flag`` gave; UserError if ``adapters`` state that theirs is another model."""
     found = model_crc32(base)
     if adapters is not None and adapters.base_crc32 not in (None, found):
         named = f" ({adapters.base_name})" if adapters.base_name else ""
-        raise UserError(
-            f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
-            f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained on{named} as "
-            f"{flag}."
-        )
+        raise UserError(f"{adapters.path} holds adapters of another base model than {base.path}: its checksum was "
+                        f"{adapters.base_crc32}, but {base.path} has {found}. Give the model that they were trained "
+                        f"on{named} as {flag}.")
     return found
 
 
 def base_to_name(base: Mapping[str, Any] | None, hf_dir: str, model: ModelConfig) -> str | None:
-    """The directory that an export names as the base model of its adapters; None if they have none.
+    """The directory that an export names as the base model of its adapters, ``CheckpointManifest.base``.
 
-    ``base``: as in ``CheckpointManifest``.  PEFT cannot load it if it is in another format than Hugging Face's, so then
-    ``hf_dir`` is named if that holds the same weights.
+    PEFT cannot load another format than Hugging Face's, so then ``hf_dir`` is named if it holds the same weights.
     """
     if base is None:
         return None
@@ -170,7 +167,88 @@ def base_notes(adapters: Source, base: Source) -> list[str]:
             f"whether that is the same model, so make sure that it is"]
 
 
-# Export
+# Conversions
+
+
+def peft_to_mindspeed(
+    lora_dir: str | Path, mm_dir: str | Path, layout: Layout, format: Format, base_dir: str | None = None
+) -> Conversion:
+    """PEFT directory -> MindSpeed-MM's layout; ``base_dir`` is the base model, by default the one the adapters name."""
+    directory = AdapterDirectory.open(lora_dir)
+    model = directory.model(_base_model(directory, base_dir))
+    if model.trainable_modules:
+        raise UserError(f"{directory.path} holds {model.trainable_modules[0]}, which was fully trained; MindSpeed-MM's "
+                        f"layout stores adapters only: make a whole model with merge_lora, and convert that.")
+    source = open_adapter(directory, model, is_own=True)
+    check_layout(layout, model, LAYOUT)
+    return to_mindspeed(source, Path(mm_dir), layout, Storage(format, Structure.CANONICAL, adapters_only=True))
+
+
+def mindspeed_to_peft(
+    mm_dir: str | Path, save_hf_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Conversion:
+    """MindSpeed-MM's adapters, or a training checkpoint of adapters -> PEFT directory, which names ``base_dir``.
+
+    Without a manifest, ``layout``, ``base_dir`` and ``alpha`` must be given.
+    """
+    is_training = find_kind(mm_dir, "--cfg.mm_dir") is Kind.TRAINING
+    source = open_saved(mm_dir) if is_training else _open_mindspeed_adapters(mm_dir, layout, base_dir, alpha)
+    if base_dir is not None and source.base_crc32 is not None and os.path.isdir(base_dir):
+        named = HFDirectory.open(base_dir, weights_required=False)
+        if named.tensors:
+            check_base(source, open_hf(named), HF_DIR)
+    return export_peft(source, save_hf_dir, base_dir or source.base_name)
+
+
+def _open_mindspeed_adapters(
+    mm_dir: str | Path, layout: Layout | None, base_dir: str | None, alpha: float | None
+) -> Source:
+    directory = MindSpeedDirectory.open(mm_dir)
+    if not directory.storage.adapters_only:
+        raise UserError(f"{directory.path} does not hold adapters only; for a whole model use mm_to_hf.")
+    model = None
+    if directory.manifest is None:
+        if layout is None or base_dir is None or alpha is None:
+            raise UserError(f"{directory.path} has no manifest that describes its adapters; give {HF_DIR}, {LAYOUT} "
+                            f"and --cfg.lora_alpha: the base model, its layout and the alpha of the training.")
+        with naming(HF_DIR):
+            base = HFDirectory.open(base_dir, weights_required=False).model_config()
+        model = _found_model(directory, base, alpha)
+    return open_mindspeed(directory, model, layout)
+
+
+def merge_into_base(lora_dir: str | Path, hf_dir: str | Path, save_hf_dir: str | Path) -> Conversion:
+    """Adapters of any kind and the Hugging Face directory of their base model -> a whole model."""
+    with naming(HF_DIR):
+        base = open_hf(HFDirectory.open(hf_dir))
+    if not holds_adapters(lora_dir, "--cfg.lora_dir"):
+        raise UserError(f"{lora_dir} holds a whole model, not adapters; if it is their base model, give it as "
+                        f"--cfg.hf_config.hf_dir.")
+    return merge(open_beside(lora_dir, base.model), base, hf_dir, save_hf_dir)
+
+
+def _base_model(directory: AdapterDirectory, base_dir: str | None) -> ModelConfig:
+    path = base_dir or directory.base_name
+    if not path or not (Path(path) / "config.json").is_file():
+        raise UserError(f"{directory.path} names {path!r} as its base model, which is not a directory with a "
+                        f"config.json here; give the base model with {BASE}.")
+    with naming(BASE if base_dir else f"{directory.path / CONFIG_FILE}: base_model_name_or_path"):
+        return HFDirectory.open(path, weights_required=False).model_config()
+
+
+def _found_model(directory: MindSpeedDirectory, base: ModelConfig, alpha: float) -> ModelConfig:
+    """``base`` with adapters inferred from tensors; all layers of a tower have the same."""
+    ranks = {_kind(name): stored.shape[0] for contents in directory.contents.values()
+             for name, stored in contents.items() if ".lora_A." in name and stored.shape and stored.shape[0]}
+    whole = replace(base.unfrozen, lora=LoraConfig((ALL_LINEAR,), alpha=alpha))
+    kinds = {one.layer: _kind(mindspeed_name(one.a.name)) for one in model_adapters(whole)}
+    layers = {layer: ranks[kind] for layer, kind in kinds.items() if kind in ranks}
+    return replace(whole, lora=LoraConfig(tuple(layers), alpha=alpha, rank_pattern=tuple(layers.items())))
+
+
+def _kind(name: str) -> str:
+    """MindSpeed-MM's name of a matrix without chunk and layer number, which restarts at 0 on every stage."""
+    return re.sub(r"^model\d*/|\.layers\.\d+", "", name)
 
 
 def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conversion:
@@ -185,15 +263,11 @@ def export_peft(adapters: Source, target: str | Path, base: str | None) -> Conve
     def write_others(folder: Path, _: Mapping[str, Crc32s]) -> None:
         (folder / CONFIG_FILE).write_text(config_text(adapters.model, base), encoding="utf-8")
 
-    return copying(adapters, Path(target), [file], views, write_others, lambda path: (path / CONFIG_FILE).is_file(),
-                   PLAIN_MODES)
+    return copying(adapters, Path(target), [file], views, write_others, CONFIG_FILE)
 
 
 def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path) -> Conversion:
-    """Write a Hugging Face directory modelled on ``hf_dir``: the weights of ``base``, of any kind, with ``adapters``.
-
-    Raises UserError if ``base`` or ``hf_dir`` is another model.
-    """
+    """Write a Hugging Face directory modelled on ``hf_dir``: the weights of ``base``, any source, with ``adapters``."""
     model = adapters.model
     like = HFDirectory.open(hf_dir, weights_required=False)
     like.check(model.base)
@@ -219,6 +293,5 @@ def merge(adapters: Source, base: Source, hf_dir: str | Path, target: str | Path
             assert span.key is not None, view
             yield view.stored, 0, tensor_bytes(value(view.weight, span.key))
 
-    return Conversion(
-        (base, adapters), Path(target), files, views, blocks, lambda folder, _: write_other_files(like, folder, files),
-        is_hf_target, PLAIN_MODES, max_workers=1)  # fmt: skip
+    return Conversion((base, adapters), Path(target), files, views, blocks,
+                      lambda folder, _: write_other_files(like, folder, files), HF_CONFIG_FILE, max_workers=1)
