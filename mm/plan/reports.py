@@ -21,8 +21,18 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.order import TimedStep, as_costs, as_messages, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
-from mm.timeline.picture import measured_steps, write_timeline
-from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepSettings, StepTimeline, extent, held, seconds_of
+from mm.timeline import (
+    COMPUTING,
+    ActivitySpan,
+    RankRecord,
+    StepSettings,
+    StepTimeline,
+    extent,
+    held,
+    measured_steps,
+    seconds_of,
+    write_timeline,
+)
 
 _FORWARD, _BACKWARD = 0, 1
 

@@ -25,7 +25,7 @@ from mm.generation.batches import answer_batches, in_batches
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
-from mm.page.record import thumbnail_path
+from mm.page import thumbnail_path
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.health.watchdog import Phase, Watchdog

@@ -11,10 +11,10 @@ from mm.cost.predict import Predictor
 from mm.cost.workload import COUNTS, Workload
 from mm.parallel.activity import Activity, Work
 from mm.plan.reports import predicted_timeline, step_parts
-from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
+from mm.timeline import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
 from tests.cost.test_costs import by_flops
 from tests.cost.test_predict import run_of
-from tests.timeline.records import SETTINGS
+from tests.test_timeline import SETTINGS
 from tests.tiny import our_config
 
 IMAGES = ("num_images", "num_patches", "num_image_pairs", "num_window_pairs")

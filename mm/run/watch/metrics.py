@@ -23,9 +23,9 @@ from mm.config.args import Arguments
 from mm.console import duration
 from mm.errors import UserError, writing
 from mm.files import FACTS_FILE, METRICS_FILE, json_object, read_regular, regular, whole_lines, write_whole
-from mm.page.pages import write_run_page
+from mm.page import write_run_page
 from mm.run.watch.step_timing import SlowRank
-from mm.timeline.spans import TIMED, label, seconds_key
+from mm.timeline import TIMED, label, seconds_key
 
 _BOARD = "--tensorboard-dir"
 

@@ -18,8 +18,7 @@ from mm.parallel.agreement import gather, on_first
 from mm.parallel.mesh import Mesh
 from mm.run.progress import Say
 from mm.run.watch.watcher import Step, Watcher
-from mm.timeline.picture import write_timeline
-from mm.timeline.spans import (
+from mm.timeline import (
     TIMED,
     ActivitySpan,
     Meetings,
@@ -32,6 +31,7 @@ from mm.timeline.spans import (
     held,
     seconds_key,
     seconds_of,
+    write_timeline,
 )
 
 _NUM_MEETINGS = 10

@@ -27,7 +27,7 @@ from mm.parallel.agreement import by_rank
 from mm.parallel.health.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
 from mm.run.watch.watcher import Step, Watcher
-from mm.timeline.spans import WAITS
+from mm.timeline import WAITS
 
 _NUM_NAMED = 3
 """Slowest ranks that the log names."""

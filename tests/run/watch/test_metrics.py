@@ -12,7 +12,7 @@ import pytest
 from mm.config.args import parse
 from mm.errors import UserError
 from mm.run.watch.metrics import MetricsWriter, StepMetrics, _keep_before, log_line
-from mm.timeline.spans import TIMED, seconds_key
+from mm.timeline import TIMED, seconds_key
 from tests.files import json_lines
 from tests.killed import run_killed
 
