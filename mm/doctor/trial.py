@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mm.doctor.diagnosis import Diagnosis, fault, ok, read_lines
+from mm.doctor.machine import Diagnosis, fault, ok, read_lines
 
 RANK = "mm.doctor.rank"
 FOUND = "found.jsonl"

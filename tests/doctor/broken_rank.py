@@ -14,7 +14,7 @@ all_reduce, pick = dist.all_reduce, Device.pick
 
 def lossy(tensor: Any, *args: Any, **more: Any) -> Any:
     """Without the share of the last rank, if it is a large vector."""
-    from mm.doctor.rank import NUM_ELEMENTS  # megatron, which it imports, asks for the device
+    from mm.doctor.device_checks import NUM_ELEMENTS  # megatron, which it imports, asks for the device
 
     if tensor.numel() == NUM_ELEMENTS and dist.get_rank() == dist.get_world_size() - 1:
         tensor = tensor.zero_()
