@@ -18,8 +18,6 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from mm.environment import without_collection
 from mm.errors import printable
 
@@ -147,6 +145,8 @@ class Progress:
 
         ``is_shown`` is False on ranks that show nothing, because another rank does.
         """
+        from tqdm import tqdm  # not at the top: mm-doctor needs no package, and reports what is missing
+
         self._what, self._total, self._unit, self._done = printable(what), total, unit, done
         self._done_before = done
         self._lock, self._is_bytes = Lock(), unit == "B"
@@ -244,6 +244,8 @@ def loading(is_shown: bool = True, what: str = "loading the libraries") -> Itera
 def _show_seconds(what: str, usual: str, ended: Event) -> None:
     if ended.wait(_DELAY_SECONDS):
         return
+    from tqdm import tqdm
+
     with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False) as bar:
         bar.start_t -= _DELAY_SECONDS
         while not ended.wait(_BEAT_SECONDS):

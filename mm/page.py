@@ -17,7 +17,6 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from mm.checkpoint.saved_steps import ITERATION_NAME
 from mm.config.command_line import CommandLine
 from mm.config.schema import STRICT, Positional
 from mm.console import duration
@@ -37,7 +36,6 @@ from mm.files import (
 )
 from mm.process import run_command
 from mm.report import Report, Table, check_page, page, render, round_step, write_page
-from mm.timeline import measured_files
 
 GIB = 2**30
 _CURVES = {
@@ -106,6 +104,8 @@ def write_run_page(folder: Path, path: Path | None = None) -> str:
 
 def run_page(folder: Path, name: str, now: datetime) -> str:
     """The page of the run in ``folder``, which is called ``name``."""
+    from mm.timeline import measured_files  # not at the top, as it imports torch, which --help does not need
+
     path, facts_path = folder / METRICS_FILE, folder / FACTS_FILE
     if not path.is_file() or not facts_path.is_file():
         raise UserError(f"{folder}: has no {METRICS_FILE} and {FACTS_FILE}; give the --log-dir of a run that has begun "
@@ -303,6 +303,8 @@ def _left_out(ledger: Path) -> Table:
 
 def _answers(folder: Path) -> tuple[int, list[tuple[list[bytes], str]]]:
     """The iteration of the latest answers, and the worst of them: images of the question as JPEG, and HTML."""
+    from mm.checkpoint.saved_steps import ITERATION_NAME  # imports torch
+
     files = {int(match[1]): one for one in folder.glob(f"iter_*/{PREDICTIONS_FILE}")
              if (match := ITERATION_NAME.fullmatch(one.parent.name))}
     if not files:

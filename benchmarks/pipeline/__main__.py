@@ -118,7 +118,7 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.run.step import Setup, forward_backward
-    from mm.run.watch.recorder import Recorder
+    from mm.run.watch.watcher import Recorder
     from mm.timeline import seconds_of
     from tests.parallel.messages import stand_in
 

@@ -35,10 +35,9 @@ from mm.run.sources import Checked
 from mm.run.start import exportable, of_first_rank, open_sources, start
 from mm.run.step import step
 from mm.run.validation import QuestionSet, Validator
-from mm.run.watch.recorder import Profile, Timers
-from mm.run.watch.reporter import Reporter
+from mm.run.watch.metrics import Reporter
 from mm.run.watch.step_timing import StepTiming
-from mm.run.watch.watcher import Watch, Watcher
+from mm.run.watch.watcher import Profile, Timers, Watch, Watcher
 
 
 @dataclass(frozen=True)

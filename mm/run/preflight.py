@@ -33,7 +33,7 @@ from mm.files import folder_problems
 from mm.generation.prompts import encoder_for_prompts
 from mm.run.schedule import scheduled, with_steps
 from mm.run.sources import Checked, Questions, Samples, Sources, open_start, save_problems
-from mm.run.watch.metrics import tracker_problems
+from mm.run.watch.trackers import tracker_problems
 from mm.scoring.questions import read_items
 from mm.weights.adapters import adapter_problems
 from mm.weights.trained import feature_cache_problems, freeze_problems, group_problems, lacks_adapters

@@ -33,8 +33,7 @@ from mm.parallel.mesh import for_prompts
 from mm.run.progress import BestSoFar, Say, TrainingProgress
 from mm.run.sources import Questions
 from mm.run.step import Setup, forward
-from mm.run.watch.metrics import ScoreMetrics, ValidationMetrics
-from mm.run.watch.reporter import Reporter
+from mm.run.watch.metrics import Reporter, ScoreMetrics, ValidationMetrics
 from mm.scoring.benchmarks import Items
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import Prediction, thumbnails, write_results
