@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.merge_lora import check_base
-from mm.checkpoint.saved_steps import find_checkpoint
 from mm.checkpoint.source import Kind
 from mm.config.run import Run, with_own_paths
 from mm.console import ongoing
@@ -37,7 +36,7 @@ _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.T
           Kind.ADAPTER: "PEFT"}  # fmt: skip
 
 
-def of_first_rank(run: Run, checked: Checked | None, mesh: Mesh) -> tuple[Run, Schedule, Path | None]:
+def decided_by_first_rank(run: Run, checked: Checked | None, mesh: Mesh) -> tuple[Run, Schedule, Path | None]:
     """Rank 0's run with the paths of this machine, its schedule, and the training checkpoint that it continues from.
 
     ``checked``: what rank 0 has checked; None on the others.
@@ -83,11 +82,9 @@ def start(
     stage.device.seed(args.seed + mesh.rank)
     adapters = [weight for weight in stage.weights if weight.is_adapter]
     own = [weight for weight in stage.weights if not weight.is_adapter]
-    # The whole model of a training checkpoint comes with its optimizer, in _restored.
-    fills_whole = whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on)
     if whole is None:
         load.initialize(stage, own, mesh, args.seed, run.model.language.init_method_std)
-    elif fills_whole:
+    elif whole.kind is not Kind.TRAINING or run.model.lora.is_on:  # else it comes with its optimizer, in _restored
         load.fill(stage, own, whole, mesh)
     if run.model.lora.is_on and whole is not None:
         crc32 = on_first(mesh, lambda: check_base(sources.adapters, whole, "--load-base-model"))
@@ -99,13 +96,13 @@ def start(
     with ongoing("building the optimizer", mesh.rank == 0):
         setup = together(mesh, lambda: Setup.build(stage, mesh, args))
     progress = _restored(run, setup, sources)
-    is_found = sources.checkpoint(run) is not None
-    notes = on_first(mesh, lambda: find_checkpoint(str(args.load))[1] if is_found else ())
+    notes = on_first(mesh, lambda: [  # of the directory, in which the other ranks have opened one checkpoint
+        note for source in (whole, sources.adapters) if source is not None for note in source.notes])
     if (loaded := sources.adapters or whole) is not None:
         beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""
         say(f"loaded a {_NAMES[loaded.kind]} checkpoint from {args.load or loaded.path}{beside}, iteration "
             f"{progress.iteration}")
-    for note in (*(whole.notes if whole is not None and fills_whole else ()), *notes, *progress.notes):
+    for note in (*notes, *progress.notes):
         say(f"note: {note}")
     goes_on = continued(run, sources) is not None
     run_id = on_first(mesh, lambda: progress.run_id if goes_on else secrets.token_hex(8))

@@ -273,7 +273,7 @@ def _shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any
 
 class WrittenSave:
     """A save that a thread writes, from copies in host memory, while training continues.  The thread does not
-    communicate: each step's update tells all ranks whether any is still writing (``Ballot``)."""
+    communicate: each step's update tells all ranks whether any is still writing (``votes_on``)."""
 
     def __init__(self, begun: BegunSave, retention: Retention, copies: ToWrite) -> None:
         self.begun, self.retention, self.copies = begun, retention, copies

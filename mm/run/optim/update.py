@@ -29,17 +29,14 @@ _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
 
 
-class Ballot:
-    """Makes the votes of this rank that ``update`` sums over all ranks."""
+def votes_on(device: Device, votes: Sequence[bool]) -> Tensor:
+    """The votes of this rank, which ``update`` sums over all ranks: fp32 numbers on the device, 1 for yes.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def of(self, votes: Sequence[bool]) -> Tensor:
-        """1 for yes, as fp32 numbers on the device.  The host does not wait for work queued there."""
-        if not any(votes):  # nearly always, so without a copy
-            return torch.zeros(len(votes), device=self._device.torch_device)
-        return self._device.copy(torch.tensor(votes, dtype=torch.float32))
+    The host does not wait for work queued there.
+    """
+    if not any(votes):  # nearly always, so without a copy
+        return torch.zeros(len(votes), device=device.torch_device)
+    return device.copy(torch.tensor(votes, dtype=torch.float32))
 
 
 @torch.no_grad()
