@@ -166,7 +166,7 @@ class Arguments(HasPrecision):
     global_batch_size: Annotated[Count | None, FIRST] = Field(
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
-    train_iters: Annotated[Count, FIRST] = Field(0, description=(
+    train_iters: Annotated[NaturalNumber, FIRST] = Field(0, description=(
         "total number of optimizer steps; 0 = determined by --num-train-epochs"))
     num_train_epochs: Annotated[Positive | None, Excludes("train_iters")] = Field(None, description=(
         "passes over the training samples, such as 3 or 0.5, instead of --train-iters; the last step is a full batch"))

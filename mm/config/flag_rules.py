@@ -52,6 +52,8 @@ def flag_problems(args: Arguments) -> Iterator[str]:
                f"{args.profile_step_end}, before which the profiler stops")
     if args.train_iters:
         yield from step_problems(args)
+    elif args.num_train_epochs is None:
+        yield "--train-iters is 0; expected at least 1, or --num-train-epochs"
 
 
 def step_problems(args: Arguments) -> Iterator[str]:

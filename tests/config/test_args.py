@@ -6,9 +6,11 @@ import pytest
 
 from mm.config.args import TRAIN, Arguments, parse
 from mm.config.command_line import flag_name
+from mm.config.evaluate import EVALUATE
 from mm.config.flag_rules import flag_notes, flag_problems
+from mm.config.generate import GENERATE
 from mm.config.mindspeed import FLAGS, Fixed, Inert, SameAs
-from mm.config.schema import Excludes, Group, Idle, Needs, choices, fields_of
+from mm.config.schema import Excludes, Group, Idle, Needs, choices, converted, fields_of, section_of
 from mm.console import NEEDED
 from mm.errors import UserError
 from tests.workload import NO_COPIES, REMAINDERS
@@ -32,6 +34,14 @@ def notes(*argv: str) -> tuple[str, ...]:
 
 def rules(*argv: str) -> list[str]:
     return list(flag_problems(parse([*REQUIRED, *argv])))
+
+
+@pytest.mark.parametrize("command", [TRAIN, GENERATE, EVALUATE], ids=lambda one: one.name)
+def test_every_default_is_a_legal_value(command) -> None:
+    """Settings are checked again whenever one of them is replaced."""
+    for name, field in fields_of(command.cls).items():
+        if section_of(field) is None and not field.is_required():
+            assert converted(field.default, field, strict=True) == field.default, name
 
 
 def test_defaults_are_megatrons():

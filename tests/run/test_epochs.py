@@ -46,7 +46,9 @@ def test_settings_are_checked_against_the_number_of_steps(inputs: Path, capsys) 
     assert "--profile-pipeline is 6, but the last iteration is --train-iters = 5" in capsys.readouterr().err
     assert main(flags(inputs, "late", "--num-train-epochs", "2", "--check")) == 0
     assert "--num-train-epochs 2: 2 x 10 training samples in steps of 4 make 5 iterations" in capsys.readouterr().out
-    assert main(flags(inputs, "late", "--num-train-epochs", "1.5", "--dry-run")) == 0
+    words = flags(inputs, "late", "--num-train-epochs", "1.5", "--dry-run", "--pretrained-checkpoint",
+                  str(inputs / "hf"), "--load", str(inputs / "late" / "save"))
+    assert main(words) == 0
     assert "1.5 epochs = 4 steps" in capsys.readouterr().out
 
 
