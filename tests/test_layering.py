@@ -54,7 +54,7 @@ ROOMS = {
         "mm.run.step": 3,
         "mm.run.checkpoint": 4,
         "mm.run.watch": 5,
-        "mm.run.feed": 6, "mm.run.start": 6, "mm.run.preflight": 6,
+        "mm.run.start": 6, "mm.run.preflight": 6,
         "mm.run.validation": 7,
         "mm.run.loop": 8,
     },
@@ -68,7 +68,7 @@ WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "m
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 
-BEFORE_THE_DEVICE = ("mm.train", "mm.run.preflight", "mm.run.resources", "mm.device", "mm.doctor.rank", "mm.plan.rank",
+BEFORE_THE_DEVICE = ("mm.train", "mm.run.preflight", "mm.run.resources", "mm.device", "mm.doctor.trial", "mm.plan.rank",
                      "mm.parallel.health.rendezvous")
 """What runs before a device is chosen: megatron looks at the device while it is imported."""
 

@@ -25,11 +25,10 @@ from mm.parallel.mesh import Mesh
 from mm.process import STOPPING, StopSignals, shown, status_after
 from mm.run.checkpoint.disks import find_disks
 from mm.run.checkpoint.save import Saver
-from mm.run.feed import Feed, open_feed
 from mm.run.optim.update import votes_on
 from mm.run.progress import StepResult, say_on_last_rank
 from mm.run.sources import Checked
-from mm.run.start import decided_by_first_rank, exportable, open_sources, start
+from mm.run.start import Feed, decided_by_first_rank, exportable, open_feed, open_sources, start
 from mm.run.step import step
 from mm.run.validation import QuestionSet, Validator
 from mm.run.watch.metrics import Reporter

@@ -30,9 +30,9 @@ from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.health.watchdog import Phase, Watchdog
 from mm.parallel.mesh import for_prompts
-from mm.run.feed import Feed
 from mm.run.progress import Say, TrainingProgress
 from mm.run.sources import Questions
+from mm.run.start import Feed
 from mm.run.step import Setup, forward
 from mm.run.watch.metrics import Reporter, ScoreMetrics, ValidationMetrics
 from mm.scoring.benchmarks import Items

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mm.device.device import Device
-from mm.doctor import rank
+from mm.doctor import trial
 
 all_reduce, pick = dist.all_reduce, Device.pick
 
@@ -30,4 +30,4 @@ def off(wanted: str) -> Device:
 
 if __name__ == "__main__":
     dist.all_reduce, Device.pick = lossy, off
-    sys.exit(rank.main([sys.argv[1], "cpu"]))
+    sys.exit(trial.main([sys.argv[1], "cpu"]))

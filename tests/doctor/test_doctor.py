@@ -29,8 +29,7 @@ from mm.doctor.machine import (
     temporary_findings,
     variable_findings,
 )
-from mm.doctor.rank import _different
-from mm.doctor.trial import FOUND, TrialNode, begun_file, cause, environment, trial_findings
+from mm.doctor.trial import FOUND, TrialNode, _different, begun_file, cause, environment, trial_findings
 from mm.environment import VERSION
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python
