@@ -95,10 +95,8 @@ def _run(words: Sequence[str]) -> int:
 
 
 def write_run_page(folder: Path, path: Path | None = None) -> str:
-    """Write the page of the run in ``folder``, its ``--log-dir``; returns the line that says so.
-
-    Raises UserError if there is no run, or a file is damaged.
-    """
+    """Write the page of the run in ``folder``, its ``--log-dir``; returns the line that says so.  Raises UserError if
+    there is no run, or a file is damaged."""
     return write_page(path or folder / PAGE_FILE, run_page(folder, str(folder), datetime.now()))
 
 
@@ -398,10 +396,8 @@ def chart(
     title: str, unit: str, steps: np.ndarray, values: np.ndarray, is_noisy: bool = True,
     dots: Sequence[tuple[int, float]] = (), spikes: Sequence[tuple[int, str]] = (),
 ) -> Chart | None:
-    """A curve with single values (``dots``) and lines at the ``spikes``; None without a finite value.
-
-    ``is_noisy``: the line is a running mean.
-    """
+    """A curve with single values (``dots``) and lines at the ``spikes``; None without a finite value.  ``is_noisy``:
+    the line is a running mean."""
     middles, means, smallest, largest = binned(steps, values)
     if not len(middles):
         return None

@@ -209,10 +209,8 @@ def seconds_of(spans: Iterable[ActivitySpan], works: Iterable[Work]) -> float:
 
 
 def clock_offset(meetings: Meetings, reference: Meetings) -> float:
-    """How far a rank's clock is ahead of the reference rank's, from common barriers; 0 if they allow it.
-
-    No rank leaves a barrier before all have arrived.  Ranks on one machine share a clock, so 0 is always consistent.
-    """
+    """How far a rank's clock is ahead of the reference rank's, from common barriers; 0 if they allow it.  No rank
+    leaves a barrier before all have arrived.  Ranks on one machine share a clock, so 0 is always consistent."""
     pairs = list(zip(meetings, reference, strict=True))
     least = max((came - left for (came, _), (_, left) in pairs), default=0.0)
     most = min((left - came for (_, left), (came, _) in pairs), default=0.0)
@@ -303,10 +301,8 @@ _PREDICTED = ("predicted: other forward and idle are the host's work for a pass,
 
 
 def draw(timelines: Sequence[StepTimeline], trace_name: str | None = None, notes: Sequence[str] = ()) -> str:
-    """Draw timelines of one step as SVG, with the first rank of each stage.
-
-    ``trace_name``: the file with every rank, if there is one.  ``notes``: lines below the last timeline.
-    """
+    """Draw timelines of one step as SVG, with the first rank of each stage.  ``trace_name``: the file with every rank,
+    if there is one.  ``notes``: lines below the last timeline."""
     seconds = max(end - start for start, end in (extent(one.rows) for one in timelines))
     panels, below = list[dict[str, Any]](), 0
     for one in timelines:

@@ -39,10 +39,8 @@ _CURE = ("check the links (nvidia-smi topo -m, npu-smi info -t topo), update the
 def link_findings(
     device: Device, mesh: Mesh, names: Sequence[str], begin: Callable[[str], None]
 ) -> Iterator[Diagnosis]:
-    """Speed of the devices and of the links between the ranks.  Collective over all ranks.
-
-    ``names``: each rank with its device; ``begin`` notes what this rank begins.
-    """
+    """Speed of the devices and of the links between the ranks.  Collective over all ranks.  ``names``: each rank with
+    its device; ``begin`` notes what this rank begins."""
     yield _speeds(device, mesh, names, begin)
     size, here = mesh.world_size, device.torch_device
     if size == 1:

@@ -125,10 +125,8 @@ def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagn
 
 
 def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[Diagnosis]:
-    """Whether files can be written there, how fast, and how much fits.
-
-    ``takes_checkpoints``: whether checkpoints are written there, or only small files.
-    """
+    """Whether files can be written there, how fast, and how much fits.  ``takes_checkpoints``: whether checkpoints are
+    written there, or only small files."""
     name = f"directory {directory}"
     try:
         found = os.statvfs(directory)

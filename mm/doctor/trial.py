@@ -63,10 +63,8 @@ def begun_file(folder: Path, rank: int) -> Path:
 
 
 def trial_findings(wanted: str, seconds: float, own: TrialNode) -> Iterator[Diagnosis]:
-    """What the ranks of this machine find, together with those of the other machines, in at most ``seconds``.
-
-    Node 0 has the findings of all ranks.
-    """
+    """What the ranks of this machine find, together with those of the other machines, in at most ``seconds``.  Node 0
+    has the findings of all ranks."""
     from mm.console import ongoing  # not at the top: tqdm may be missing, and the other checks go on
 
     num_ranks = own.num_processes * own.num_nodes

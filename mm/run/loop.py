@@ -233,10 +233,8 @@ class Stopping:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Guard the steps: a signal waits for the end of a step.
-
-        If one came too late for this run's last step to see it, Stopped is raised at the end.
-        """
+        """Guard the steps: a signal waits for the end of a step.  If one came too late for this run's last step to see
+        it, Stopped is raised at the end."""
         if not self._saves:
             yield
             return

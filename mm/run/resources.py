@@ -51,14 +51,9 @@ class Node:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
         launched = Launched.here(environment)
-        return cls(
-            first_rank=launched.rank - launched.local_rank,
-            num_ranks=launched.num_local_ranks or 1,
-            open_files=open_file_limit(),
-            shared_bytes=psutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None,
-            host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),
-            versions=installed_versions(),
-        )
+        shared_bytes = psutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None
+        return cls(launched.rank - launched.local_rank, launched.num_local_ranks or 1, open_file_limit(), shared_bytes,
+                   min((psutil.virtual_memory().available, *_container_bytes())), installed_versions())
 
 
 def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run starts from, opened by all ranks together: its weights, optimizer and progress, then the data of its steps.
+"""What a run starts from, which all ranks open together: weights, optimizer and progress, then the data.
 
 The weights are random, of a directory of any kind, or adapters with their base model.  Rank 0 has decided, in the check
 before the run; the others follow.  Every rank calls these functions together, and a mistake on one raises the same
@@ -53,9 +53,7 @@ _NAMES = {Kind.HUGGING_FACE: "Hugging Face", Kind.MINDSPEED: "converted", Kind.T
 
 def decided_by_first_rank(run: Run, checked: Checked | None, mesh: Mesh) -> tuple[Run, Schedule, Path | None]:
     """Rank 0's run with the paths of this machine, its schedule, and the training checkpoint that it continues from.
-
-    ``checked``: what rank 0 has checked; None on the others.
-    """
+    ``checked``: what rank 0 has checked; None on the others."""
 
     def decided() -> tuple[Run, Schedule, Path | None]:
         assert checked is not None and checked.schedule is not None and checked.sources is not None, "no problems"
@@ -211,8 +209,8 @@ def open_feed(
     plans = DataOwner(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
                       opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
                       run.args.shards_gradients)
-    counted = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
-    return Feed(plans, opened and opened.data, validation, *counted[0])
+    numbers, *_ = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
+    return Feed(plans, opened and opened.data, validation, *numbers)
 
 
 def _open(

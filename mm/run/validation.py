@@ -130,10 +130,8 @@ class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
     def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None, reporter: Reporter) -> None:
-        """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.
-
-        Raises UserError, the same on every rank.
-        """
+        """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.  Raises
+        UserError, the same on every rank."""
         self._run, self._setup, self._phase, self._reporter = run, setup, phase, reporter
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path

@@ -34,9 +34,7 @@ from mm.weights.fp32_split import REMAINDER, joined, split
 
 def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Flat tensors of zeros in host memory, pinned on an accelerator; ``sizes``: their numbers of elements and dtypes.
-
-    Raises UserError if this node has too little memory.
-    """
+    Raises UserError if this node has too little memory."""
     sizes_bytes = [num_elements * dtype.itemsize for num_elements, dtype in sizes]
     places, segments_bytes = places_in_segments(sizes_bytes)
     needs = (f"--optimizer-cpu-offload keeps {sum(segments_bytes):,} bytes of this rank's optimizer states in host "

@@ -30,10 +30,8 @@ _NORM_EPSILON = 1e-6
 
 
 def votes_on(device: Device, votes: Sequence[bool]) -> Tensor:
-    """The votes of this rank, which ``update`` sums over all ranks: fp32 numbers on the device, 1 for yes.
-
-    The host does not wait for work queued there.
-    """
+    """The votes of this rank, which ``update`` sums over all ranks: fp32 numbers on the device, 1 for yes.  The host
+    does not wait for work queued there."""
     if not any(votes):  # nearly always, so without a copy
         return torch.zeros(len(votes), device=device.torch_device)
     return device.copy(torch.tensor(votes, dtype=torch.float32))
@@ -88,9 +86,7 @@ def update(
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
     """Whether Adam's kernel does clipping and guard: torch's fused kernel, on devices where it supports them.
-
-    ``mm.device.shims`` makes megatron use torch's kernel.
-    """
+    ``mm.device.shims`` makes megatron use torch's kernel."""
     return device.platform.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
         for one in _trained(optimizer)
@@ -126,10 +122,8 @@ def _summands(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | No
 
 
 def gradients_for_norm(chained: Any) -> list[Tensor]:
-    """The gradients of an optimizer that count on this rank, by megatron's rules.
-
-    Its own method is ``get_main_grads_for_grad_norm`` up to megatron-core 0.18, ``get_grads_for_grad_norm`` in 0.19.
-    """
+    """The gradients of an optimizer that count on this rank, by megatron's rules.  Its own method is
+    ``get_main_grads_for_grad_norm`` up to megatron-core 0.18, ``get_grads_for_grad_norm`` in 0.19."""
     return [one.grad for one in chained.get_parameters() if one.grad is not None and param_is_not_shared(one)
             and param_is_not_tensor_parallel_duplicate(one)]
 
@@ -156,10 +150,8 @@ def _fault(loss: float, squares: float, max_squares: float) -> str:
 
 
 def _step_folded(inner: Sequence[Any], sums: Tensor, max_squares: float) -> None:
-    """Adam with clipping and guard in its kernel, without a host read.
-
-    ``found_inf`` of exactly 1 leaves weights, moments and step count unchanged.
-    """
+    """Adam with clipping and guard in its kernel, without a host read.  ``found_inf`` of exactly 1 leaves weights,
+    moments and step count unchanged."""
     is_bad = ~sums.isfinite().all()
     if max_squares < math.inf:
         is_bad |= sums[1] > max_squares

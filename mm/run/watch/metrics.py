@@ -119,11 +119,11 @@ class Reporter:
         """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
         self._run, self._setup, self._say = run, setup, say
         self._writer = None
-        mesh = setup.mesh
+        mesh, placement = setup.mesh, run.model.placement()
         if mesh.rank == mesh.world_size - 1:
             facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, setup),
                      "optimizer_groups": group_facts(run.args, run.model), "started_at": _now(),
-                     "predicted_peak_bytes": _predicted_peaks(run)}
+                     "predicted_peak_bytes": stage_peaks(run, placement, stage_sizes(run, placement))}
             self._writer = MetricsWriter(run.args, facts, first_iteration, say)
 
     def report_step(self, step: Step) -> None:
@@ -141,28 +141,15 @@ class Reporter:
         peak = device.peak_flops
         rate = flops.training_flops(run.model, totals) / seconds / mesh.world_size
         self._writer.write(StepMetrics(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            epoch=step.epoch,
-            step_seconds=seconds,
-            global_batch_size=run.global_batch_size,
-            num_tokens=totals.num_tokens,
-            num_target_tokens=totals.num_target_tokens,
-            num_patches=totals.num_patches,
-            num_images=totals.num_images,
-            num_omitted_images=totals.num_omitted_images,
-            tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
-            model_flops_per_second_per_device=rate,
-            mfu=rate / peak if peak else None,
-            max_memory_bytes=device.runtime.max_memory_bytes(),
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples, epoch=step.epoch,
+            loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale,
+            updated=result.updated, step_seconds=seconds, global_batch_size=run.global_batch_size,
+            num_tokens=totals.num_tokens, num_target_tokens=totals.num_target_tokens, num_patches=totals.num_patches,
+            num_images=totals.num_images, num_omitted_images=totals.num_omitted_images,
             num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            loss_scale=result.loss_scale,
-            updated=result.updated,
-            **step.measured,
-        ))
+            tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
+            model_flops_per_second_per_device=rate, mfu=rate / peak if peak else None,
+            max_memory_bytes=device.runtime.max_memory_bytes(), **step.measured))
         for line in step.lines:
             self._say(line)
 
@@ -198,11 +185,6 @@ class Reporter:
             self._writer.close({"at": _now(), "iteration": iteration, "how": how})
 
 
-def _predicted_peaks(run: Run) -> list[dict[str, int]]:
-    placement = run.model.placement()
-    return stage_peaks(run, placement, stage_sizes(run, placement))
-
-
 def _now() -> str:
     return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
@@ -224,9 +206,9 @@ class MetricsWriter:
 
     def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int,
                  say: Callable[[str], None] = print) -> None:
-        """Open the files in ``args.log_dir``; ``say`` reports that the page cannot be written.
+        """Open the files in ``args.log_dir``; a resumed run drops the rows of iterations that it will repeat, and a new
+        run moves an earlier run's file aside.
 
-        A resumed run drops the rows of iterations that it will repeat; a new run moves an earlier run's file aside.
         This and the other methods raise UserError naming a file that cannot be written.
         """
         self._args, self._say = args, say
@@ -302,10 +284,8 @@ def _facts_text(facts: Mapping[str, Any]) -> str:
 
 
 def _keep_before(path: Path, iteration: int) -> None:
-    """Keep the rows up to ``iteration`` in a resumed run's file; a new run (iteration 0) moves the file aside.
-
-    The file is replaced atomically.
-    """
+    """Keep the rows up to ``iteration`` in a resumed run's file; a new run (iteration 0) moves the file aside.  The
+    file is replaced atomically."""
     if not path.exists():
         return
     content = read_regular(path)
@@ -326,14 +306,9 @@ def _keep_before(path: Path, iteration: int) -> None:
 
 def score_line(found: ScoreMetrics, benchmark: str) -> str:
     """The log line of a score, like ``validation_line``."""
-    fields = [
-        f"validation score at iteration {found.iteration}",
-        f"{benchmark}: {found.validation_score_percent:.2f}%",
-        f"questions: {found.num_questions}",
-        f"truncated answers: {found.num_truncated_answers}",
-        f"elapsed time (ms): {1000 * found.answer_seconds:.1f}",
-    ]
-    return f" {' | '.join(fields)} |"
+    return (f" validation score at iteration {found.iteration} | {benchmark}: {found.validation_score_percent:.2f}% | "
+            f"questions: {found.num_questions} | truncated answers: {found.num_truncated_answers} | "
+            f"elapsed time (ms): {1000 * found.answer_seconds:.1f} |")
 
 
 def validation_line(found: ValidationMetrics) -> str:
@@ -341,16 +316,9 @@ def validation_line(found: ValidationMetrics) -> str:
     loss = math.nan if found.validation_loss is None else found.validation_loss
     best = "none" if found.best_validation_loss is None else (
         f"{found.best_validation_loss:.6E} at iteration {found.best_iteration}")
-    fields = [
-        f"validation loss at iteration {found.iteration}",
-        f"loss value: {loss:.6E}",
-        f"loss PPL: {math.exp(min(loss, _MAX_EXPONENT)):.6E}",
-        f"best: {best}",
-        f"samples: {found.num_samples}",
-        f"target tokens: {found.num_target_tokens}",
-        f"elapsed time (ms): {1000 * found.validation_seconds:.1f}",
-    ]
-    return f" {' | '.join(fields)} |"
+    return (f" validation loss at iteration {found.iteration} | loss value: {loss:.6E} | "
+            f"loss PPL: {math.exp(min(loss, _MAX_EXPONENT)):.6E} | best: {best} | samples: {found.num_samples} | "
+            f"target tokens: {found.num_target_tokens} | elapsed time (ms): {1000 * found.validation_seconds:.1f} |")
 
 
 def log_line(
@@ -358,9 +326,7 @@ def log_line(
     seconds_left: float | None = None,
 ) -> str:
     """The log line of a step, in MindSpeed-MM's format: the last of ``steps``, with time and loss averaged over all.
-
-    Field 5 between colons must begin with the elapsed time; the timestamp's two colons count.
-    """
+    Field 5 between colons must begin with the elapsed time; the timestamp's two colons count."""
     step = steps[-1]
     elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
     loss = fmean([one.loss for one in steps if math.isfinite(one.loss)] or [math.nan])

@@ -72,10 +72,8 @@ class SlowRank:
 
 
 def compare(places: Sequence[RankPlace], own_seconds: Sequence[float]) -> tuple[SlowRank, ...]:
-    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.
-
-    ``places`` and ``own_seconds`` are by rank.
-    """
+    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.  ``places``
+    and ``own_seconds`` are by rank."""
     groups: dict[tuple[int, int], list[RankPlace]] = defaultdict(list)
     for place in places:
         groups[place.stage, place.replica].append(place)

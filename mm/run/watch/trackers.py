@@ -44,10 +44,8 @@ class TensorBoard:
 
 
 class Online:
-    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same API.
-
-    Their environment variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) apply.
-    """
+    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same API.  Their environment
+    variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) apply."""
 
     def __init__(self, package: str, title: str, begin: Callable[[], Any], refusal: type[Exception]) -> None:
         """Call ``begin``; raises UserError if it raises a ``refusal``, without a login or network."""
