@@ -8,14 +8,13 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
 from mm.config.schema import STRICT, Positional
@@ -55,7 +54,8 @@ _LOG_RATIO = 30.0
 """The axis is logarithmic if the largest value is more than this many times the median."""
 _MEAN_SHARE = 25
 """A running mean covers one ``_MEAN_SHARE``-th of the bins of its curve."""
-_TOP = 10
+_FRAME = {"width": 460, "height": 220, "left": 58, "right": 448, "top": 10, "bottom": 182}
+"""Size of the picture of a curve, and where its axes are."""
 _MAX_OPEN, _MAX_LISTED = 12, 50
 """Most rows of a table that is not folded, and of any table: the latest ones."""
 _MAX_SAMPLES = 8
@@ -68,7 +68,7 @@ Row = Mapping[str, Any]
 Cells = tuple[str, ...]
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PageFlags:
     """``mm-page``."""
 
@@ -211,7 +211,7 @@ class Metrics:
         yield "MFU", "unknown: no peak of this device is known" if mfu is None else f"{mfu:.1%}, {recent}"
         yield "peak memory", f"{self._column('max_memory_bytes').max() / GIB:,.2f} GiB, last rank"
 
-    def charts(self) -> list["Chart"]:
+    def charts(self) -> list[dict[str, Any]]:
         """All curves that have a value."""
         found = [chart(title, unit, self._column("iteration"), self._column(name) / (GIB if "GiB" in unit else 1.0),
                        name not in _SMOOTH, self._losses if name == "loss" else (),
@@ -352,32 +352,6 @@ def _reading(place: str, what: str, cure: str) -> Iterator[None]:
 # Curves
 
 
-@dataclass
-class Chart:
-    """A curve in the coordinates of its picture, for the template."""
-
-    title: str
-    notes: list[str]
-    values: list[tuple[float, str]] = field(default_factory=list)
-    """Ticks of the vertical axis."""
-    steps: list[tuple[float, str]] = field(default_factory=list)
-    """Ticks of the horizontal axis."""
-    band: str = ""
-    """Path from the least to the largest value of each bin."""
-    line: str = ""
-    """Path of the mean."""
-    dots: list[tuple[float, float, str]] = field(default_factory=list)
-    """Positions and names of single values."""
-    spikes: list[tuple[float, str]] = field(default_factory=list)
-    """Steps that are marked, with the reason."""
-    width: int = 460
-    height: int = 220
-    left: int = 58
-    right: int = 448
-    floor: int = 182
-    """Where the horizontal axis is."""
-
-
 def binned(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The finite values in at most ``MAX_BINS`` bins of equally many steps: float64 [4, bins], the rows are the mean
     step, and the mean, least and largest value."""
@@ -395,9 +369,9 @@ def binned(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 def chart(
     title: str, unit: str, steps: np.ndarray, values: np.ndarray, is_noisy: bool = True,
     dots: Sequence[tuple[int, float]] = (), spikes: Sequence[tuple[int, str]] = (),
-) -> Chart | None:
-    """A curve with single values (``dots``) and lines at the ``spikes``; None without a finite value.  ``is_noisy``:
-    the line is a running mean."""
+) -> dict[str, Any] | None:
+    """A curve for the template, with single values (``dots``) and lines at the ``spikes``; None without a finite value.
+    ``is_noisy``: the line is a running mean."""
     middles, means, smallest, largest = binned(steps, values)
     if not len(middles):
         return None
@@ -409,27 +383,29 @@ def chart(
         least = 0.0  # a zero line where it costs little of the height
     margin = 0.04 * ((most - least) or abs(most) or 1.0)
     low, high, first, last = least - margin * (least != 0), most + margin, steps[0], max(steps[-1], steps[0] + 1)
-    num_lost = int((~np.isfinite(values)).sum())
-    found = Chart(title, [unit] * bool(unit) + ["logarithmic"] * is_log + [f"not finite: {num_lost:,}"] * bool(num_lost)
-                  + ["dots: validations"] * bool(dots) + ["red: bad steps and spikes"] * bool(spikes))
+    num_lost, (left, right, top, bottom) = int((~np.isfinite(values)).sum()), list(_FRAME.values())[2:]
 
     def x(step: np.ndarray | float) -> np.ndarray:
-        return np.round(found.left + (np.asarray(step) - first) / (last - first) * (found.right - found.left), 1)
+        return np.round(left + (np.asarray(step) - first) / (last - first) * (right - left), 1)
 
     def y(value: np.ndarray | float) -> np.ndarray:
         value = np.log10(value) if is_log else np.asarray(value)
-        return np.round(found.floor - (value - low) / (high - low) * (found.floor - _TOP), 1)
+        return np.round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
     ticks = 10.0 ** np.arange(math.ceil(low), math.floor(high) + 1) if is_log else _ticks(low, high)
-    found.values = [(float(y(value)), number_text(value)) for value in ticks]
-    found.steps = [(float(x(step)), f"{step:,.0f}") for step in _ticks(first, last) if step == int(step)]
-    found.dots = [(float(x(step)), float(y(value)), f"step {step:,}: {number_text(value)}") for step, value in dots]
-    found.spikes = [(float(x(step)), f"step {step:,}: {why}") for step, why in spikes]
     window = np.ones(max(1, len(means) // _MEAN_SHARE) if is_noisy else 1)
     means = np.convolve(means, window, "same") / np.convolve(np.ones(len(means)), window, "same")
-    found.line = _path(x(middles), y(means))
-    found.band = _path([*x(middles), *x(middles[::-1])], [*y(largest), *y(smallest[::-1])]) + "Z"
-    return found
+    return {
+        **_FRAME, "title": title,
+        "notes": [unit] * bool(unit) + ["logarithmic"] * is_log + [f"not finite: {num_lost:,}"] * bool(num_lost)
+                 + ["dots: validations"] * bool(dots) + ["red: bad steps and spikes"] * bool(spikes),
+        "y_ticks": [(float(y(value)), number_text(value)) for value in ticks],
+        "x_ticks": [(float(x(step)), f"{step:,.0f}") for step in _ticks(first, last) if step == int(step)],
+        "dots": [(float(x(step)), float(y(value)), f"step {step:,}: {number_text(value)}") for step, value in dots],
+        "spikes": [(float(x(step)), f"step {step:,}: {why}") for step, why in spikes],
+        "line": _path(x(middles), y(means)),
+        "band": _path([*x(middles), *x(middles[::-1])], [*y(largest), *y(smallest[::-1])]) + "Z",
+    }  # fmt: skip
 
 
 def _path(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> str:

@@ -109,7 +109,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 """Relative to ``GOLDEN``.  Measured on the CPU, torch 2.7.1 and 2.13: 1.5e-7 in fp32; 3.2e-4 (loss) and 9.9e-4 (norm)
 in bf16.  No accelerator has run it yet.  A norm that is 1% off changes both by 1.8e-3 and 1.4e-2."""
 _SAMPLES = ([(1, 12, 20)], 40), ([], 24), ([(1, 8, 8)], 9)
-"""Patch grids of each sample's pictures, and the number of text tokens after them."""
+"""Patch grids of each sample's images, and the number of text tokens after them."""
 _FLAGS = ("--mm-model", "-", "--mm-data", "-", "--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "1",
           "--lr", "1e-3", "--clip-grad", "0")
 _DEVIATION = 0.08

@@ -38,7 +38,7 @@ from mm.process import open_file_limit
 ENOUGH_FILES = 4096
 """One process with everything imported needs some 260 (``mm.run.resources``); many ranks need more."""
 ENOUGH_SHARED_BYTES = 1 << 30
-"""Containers have 64 MiB unless told otherwise; a microbatch of large pictures takes more than that."""
+"""Containers have 64 MiB unless told otherwise; a microbatch of large images takes more than that."""
 ENOUGH_HOST_BYTES = 4 << 30
 MIN_DISK_BYTES, ENOUGH_DISK_BYTES = 1 << 28, 20 << 30
 CHECKPOINT_BYTES = 116e9

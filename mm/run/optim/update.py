@@ -65,7 +65,8 @@ def update(
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     on_host = device.runtime.start_copying_back(numbers) if is_folded else lambda: numbers
-    max_squares = math.inf if max_norm is None else _rounded(max_norm * max_norm)  # ** would raise OverflowError
+    max_squares = math.inf if max_norm is None else float(  # in fp32, which a device and the host compare alike
+        torch.tensor(max_norm * max_norm, dtype=torch.float32))  # ** would raise OverflowError
     if is_folded:
         _step_folded(inner, sums, max_squares)
     loss_sum, squares, *more = on_host().tolist()
@@ -131,11 +132,6 @@ def gradients_for_norm(chained: Any) -> list[Tensor]:
 def _counted(value: Tensor, counts: bool) -> Tensor:
     """The value, or 0 if another rank counts it; values that are not finite are kept on every rank."""
     return value if counts else torch.where(value.isfinite(), 0.0, value)
-
-
-def _rounded(value: float) -> float:
-    """The nearest fp32 number, which a device and the host compare alike."""
-    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _fault(loss: float, squares: float, max_squares: float) -> str:
