@@ -1,7 +1,5 @@
-"""Validation: the loss per target token over exactly the validation samples, equal in every layout.
-
-A small set of questions that the model answers during training, scored as in ``mm.evaluate``.
-"""
+"""Validation in training: the loss per target token over exactly the validation samples, equal in every layout, and a
+small set of questions that the model answers, scored as in ``mm.evaluate``."""
 
 import math
 import shutil
