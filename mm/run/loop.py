@@ -77,7 +77,7 @@ class Trainer:
         is_open = self.samples is not None  # else the index of the samples shows its own progress
         with self._watchdog.phase("data"), ongoing("opening the data", is_open and self.mesh.rank == 0):
             questions, watch = self._questions(first, last), self._watch(first, last)
-            feed, keeper = self._feed(last - first + 1), self._keeper()
+            feed, keeper = self.feed(last - first + 1), self._keeper()
             validator = Validator(self.run.args, self.setup, self._watchdog, feed, self.reporter, self._say)
             self.progress = validator.begin(replace(self.progress, data=feed.trained_on))
         with watch.watching(), self._stopping.deferring(), self.saver.committing():
@@ -163,7 +163,7 @@ class Trainer:
         interval = args.exit_interval
         return args.train_iters if interval is None else min(args.train_iters, (first // interval + 1) * interval)
 
-    def _feed(self, num_steps: int) -> Feed:
+    def feed(self, num_steps: int) -> Feed:
         """Open the data for the next ``num_steps`` steps."""
         return open_feed(
             self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self.samples)
