@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from checkpoint import options
 from mm.config.command_line import CommandLine, Commands
-from mm.config.strict_json import parse_json, read_json
+from mm.config.schema import parse_json, read_json
 from mm.errors import UserError
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.process import run_command
 
 CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}

@@ -22,8 +22,7 @@ PAGE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
-    Ctrl-C."""
+    """Evaluate and return the exit status: 0, 2 after reporting every mistake of the user, or 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: kept_answers(EVALUATE, words), is_rank=True)
 

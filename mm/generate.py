@@ -12,8 +12,7 @@ from mm.process import end_with_launcher, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
-    Ctrl-C."""
+    """Answer and return the exit status: 0, 2 after reporting every mistake of the user, or 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: kept_answers(GENERATE, words), is_rank=True)
 

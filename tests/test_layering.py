@@ -33,7 +33,7 @@ neighbours that do not see each other."""
 
 ROOMS = {
     "mm.parallel": {
-        "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0, "mm.parallel.row_shards": 0,
+        "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0,
         "mm.parallel.mesh": 1,
         "mm.parallel.agreement": 2, "mm.parallel.megatron": 2,
         "mm.parallel.zero": 3,
@@ -63,8 +63,7 @@ ROOMS = {
 nothing."""
 
 WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.checkpoint",
-                     "checkpoint", "mm.model.qwen2_5_vl.positions", "mm.model.qwen2_5_vl.positions", "mm.data.sampler",
-                     "mm.data.records")
+                     "checkpoint", "mm.model.qwen2_5_vl.arithmetic", "mm.data.sampler", "mm.data.records")
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import step_arguments
-from benchmarks.sides import model_config, resized
+from benchmarks.measure import model_config, step_arguments
+from benchmarks.sides import resized
 from mm.batch import BatchTotals, Grid, Microbatch, StepPlan
 from mm.config.args import Arguments
 from mm.config.data import DataConfig

@@ -35,7 +35,7 @@ from mm.checkpoint.safetensors import (
 )
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.files import json_object
 from mm.weights.names import LIVE_STARTS, published_name
 from mm.weights.table import model_weights

@@ -17,11 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from mm.config.mindspeed import OTHER_MODELS
 from mm.config.model import ModelConfig
-from mm.config.schema import expected, settings_of, shown
-from mm.config.strict_json import parse_json, read_json
+from mm.config.schema import expected, parse_json, read_json, settings_of, shown
 from mm.errors import UserError, refuse
+from mm.families import FAMILIES, TITLES, family_of
 from mm.families.family import ROPE_KEYS, Family, Section
-from mm.families.known import FAMILIES, TITLES, family_of
 
 FREE_ON_RESUME = ("pipeline_num_layers", "encoder_placement", "encoder_batch_microbatches", "freeze", "freeze_layers",
                   "freeze_modules", "trainable_modules", "lora", "rates", "recompute", "offload",

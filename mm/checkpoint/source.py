@@ -35,7 +35,7 @@ from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirector
 from mm.config.args import VitQkvOrder
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.weights.table import Fusion, Weight, local_shape, model_weights
 from mm.weights.views import View, ViewIndex, cut_dim, shard_spans
 

@@ -62,7 +62,7 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
     for place, key, flops, num_backward in _blocks(run.model, Cutting(run.tp_size, run.args.sequence_parallel)):
         if key not in found:
             found[key] = MeasuredBlock(key, rates.laws(place[0], flops, key, num_backward), ASSUMED_ERROR)
-    is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
+    is_compiled = any(one.compiles_kernels for one in PLATFORMS if device in one.known_devices)
     seconds = (UPDATE_BYTES + rounding_bytes(run.args, is_compiled)) / (MEMORY * device.memory_bandwidth)
     seconds += run.args.host_share * sum(state_widths(run.args)) / HOST_BYTES_PER_SECOND  # both ways at the same time
     within = Law(COLLECTIVE_SECONDS, 1 / (LINKS * links.within))

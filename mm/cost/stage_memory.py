@@ -18,7 +18,7 @@ from mm.placement import Placement, StageSpec
 
 
 @dataclass(frozen=True)
-class UnitBuffers:
+class BucketBuffers:
     """Gradients that exist only while a backward pass fills and reduces them, and weights that are whole only while
     they are used."""
 
@@ -32,7 +32,7 @@ class UnitBuffers:
     """Layers whose weights are whole at the same time: 1, or 2 with overlapped gathers."""
 
     @classmethod
-    def of(cls, run: Run) -> "UnitBuffers | None":
+    def of(cls, run: Run) -> "BucketBuffers | None":
         """None if a rank keeps all gradients."""
         if not run.shards_gradients:
             return None
@@ -91,7 +91,7 @@ class StageMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
-    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int, int]:
+    def buffer_bytes(self, buffers: BucketBuffers) -> tuple[int, int, int]:
         """Bytes of the gradients and weights that exist with logits, with a running layer, and with the word embedding.
         """
         chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
@@ -114,7 +114,7 @@ class StageMemory:
         return sum(sorted(messages)[-most:])
 
     def peak_bytes(
-        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: UnitBuffers | None = None
+        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: BucketBuffers | None = None
     ) -> int:
         """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer.
 
@@ -123,7 +123,7 @@ class StageMemory:
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + sum(self.working_parts(rows, buffers))
 
-    def working_parts(self, rows: MicrobatchSizes, buffers: UnitBuffers | None) -> tuple[int, int]:
+    def working_parts(self, rows: MicrobatchSizes, buffers: BucketBuffers | None) -> tuple[int, int]:
         """The most that logits, a running layer or the word embedding need: bytes of their own work, and of gradients
         and weights that exist only then."""
         at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
@@ -205,7 +205,7 @@ def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: Stage
     in_questions = 0
     if run.shards_weights and run.args.eval_generate_interval is not None:  # besides its cache, which is bounded by it
         in_questions = size.total_bytes + size.num_params * WIDTHS[run.args.precision]
-    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, UnitBuffers.of(run)), in_update,
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, BucketBuffers.of(run)), in_update,
                in_questions, build_bytes(run, size))
 
 

@@ -27,7 +27,6 @@ from mm.environment import (
     declared,
     declared_names,
     installed,
-    is_outside,
     launcher_problems,
     without_collection,
 )
@@ -285,7 +284,7 @@ def _versions() -> Iterator[Diagnosis]:
         install = f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
         if version is None:
             yield fault(name, "not installed", install)
-        elif is_outside(requirement, version):
+        elif not requirement.specifier.contains(version, prereleases=True):
             yield warning(name, f"{version} is outside the tested range, {requirement.specifier}", install)
         else:
             found.append(f"{name} {version}")

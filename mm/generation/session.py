@@ -32,7 +32,7 @@ from mm.model import load
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
-from mm.process import is_first_rank, print_notes, print_notes_once
+from mm.process import is_first_rank, print_notes
 from mm.weights.trained import saved_among
 
 
@@ -213,7 +213,8 @@ def opened(asking: Asking[Any], read: Callable[[], Sequence[str]] = tuple) -> It
             from mm.device.device import Device
 
             device = Device.pick(args.device)
-            print_notes_once(device.notes)
+            if is_first:
+                print_notes(device.notes, sys.stderr)
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.generation.session import Session
             from mm.parallel import mesh as parallel

@@ -15,10 +15,9 @@ from mm.checkpoint.hf_config import hf_problems, model_from_hf
 from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.checkpoint.source import Kind, QkvOrder, Source
-from mm.config.generate import Asking, Decoding
-from mm.config.inference import GenerationSettings, read_generation
+from mm.config.generate import Asking, Decoding, GenerationSettings, read_generation
 from mm.config.model import ModelConfig
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.console import whole_number
 from mm.environment import named_in_script
 from mm.errors import UserError, naming, nearest, reading, refuse
@@ -104,7 +103,7 @@ class ModelFiles:
 def find(asking: Asking) -> ModelFiles:
     """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
-    base, named_by = asking.directory, asking.directory_is_named_by
+    base, named_by = asking.directory()
     named = named_in_script("--load", args.load, os.environ)
     if is_without_base := base is None and is_peft_directory(args.load):
         base, named_by = _stated_base(args.load, named)

@@ -24,7 +24,7 @@ from mm.cost.model_states import StageSize, chunk_size, num_model_params, stage_
 from mm.cost.stage_memory import (
     STATED,
     VISUAL,
-    UnitBuffers,
+    BucketBuffers,
     activation_bytes_on_host,
     longest_microbatches,
     peak_bytes,
@@ -343,9 +343,9 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers, offloads = UnitBuffers.of(run), run.model.offloads_activations
+    buffers, offloads = BucketBuffers.of(run), run.model.offloads_activations
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
-              *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
+              *["open buckets"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
     for stage, size in enumerate(sizes):
@@ -364,7 +364,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *_microbatch_lines(run, kinds),
         "The peak includes the logits or a layer's work, whichever is larger.  Sent ahead: the most messages that a",
         "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
-        *(["Open units: gradients, and weights in shards, of the layers that are used at that moment."]
+        *(["Open buckets: gradients, and weights in shards, of the layers that are used at that moment."]
           if buffers else []),
         *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
            "on the device at that moment."] if offloads else []),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mm.config.run import Run, load_run, parallel_problems
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import Calibration, calibration_for

@@ -51,7 +51,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Journal
 from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.pipeline.p2p import message_shape, piece_shape
+from mm.parallel.pipeline.p2p import message_shape, shard_shape
 from mm.parallel.zero import reduction
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import update
@@ -72,12 +72,12 @@ def seconds_of(
     for _ in range(num_repeats + 1):
         dist.barrier()
         device.runtime.synchronize()
-        marks = [device.runtime.mark()]
+        events = [device.runtime.record_event()]
         if work is not None:
             work()
-        marks.append(device.runtime.mark())
+        events.append(device.runtime.record_event())
         device.runtime.synchronize()
-        began, ended = device.runtime.seconds_of(marks)
+        began, ended = device.runtime.seconds_of(events)
         seconds.append(ended - began)
     return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
 
@@ -315,7 +315,7 @@ class _Prober:
         """Build one slot, measure it with every microbatch, and free it."""
         mesh = replace(self.mesh, pp_rank=slot, pp_size=len(_VISION))
         settings = parallel_config(model, self.mesh, self.args.precision, self.args.sequence_parallel)
-        chunk = Chunk(model, 0, mesh, settings, self.device, "token", Journal(), self.device.runtime.side_queue())
+        chunk = Chunk(model, 0, mesh, settings, self.device, "token", Journal(), self.device.runtime.side_stream())
         generator = torch.Generator(self.device.torch_device).manual_seed(slot)
         with torch.no_grad():
             for parameter in chunk.parameters():
@@ -339,22 +339,22 @@ class _Prober:
         while True:
             dist.barrier()
             device.runtime.synchronize()
-            marks = [device.runtime.mark()]
+            events = [device.runtime.record_event()]
             inputs = chunk.prepare(microbatch, totals)
             x = None if received is None else received.detach().requires_grad_(received.requires_grad)
             output: Any = wrapped(inputs, x)
-            marks.append(device.runtime.mark())
+            events.append(device.runtime.record_event())
             if output.requires_grad:
                 torch.autograd.backward(output, None if chunk.spec.has_head else torch.ones_like(output))
-            marks.append(device.runtime.mark())
+            events.append(device.runtime.record_event())
             device.runtime.synchronize()
-            began, middle, ended = device.runtime.seconds_of(marks)
+            began, middle, ended = device.runtime.seconds_of(events)
             yield middle - began, ended - middle
 
     def _received(self, model: ModelConfig, chunk: Chunk, microbatch: Microbatch) -> Tensor | None:
         shape = message_shape(chunk.spec.receives, microbatch, model, self.mesh.context)
         if self.args.sequence_parallel:
-            shape = piece_shape(chunk.spec.receives, shape, model, self.mesh.tp_rank, self.mesh.tp_size)
+            shape = shard_shape(chunk.spec.receives, shape, model, self.mesh.tp_rank, self.mesh.tp_size)
         if shape is None:
             return None
         received = torch.randn(shape, dtype=chunk.config.params_dtype, device=self.device.torch_device)

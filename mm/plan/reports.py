@@ -18,7 +18,7 @@ from mm.cost.predict import Predictor, StepPrediction, mean_passes
 from mm.cost.workload import Workload, counts_of
 from mm.errors import counted, refuse
 from mm.parallel.activity import Activity, Work
-from mm.parallel.order import TimedStep, as_costs, as_messages, simulate
+from mm.parallel.order import TimedStep, as_costs, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
 from mm.timeline import (
@@ -66,7 +66,7 @@ def _passes(predictor: Predictor, counts: np.ndarray) -> tuple[np.ndarray, list[
     of_blocks, is_in = predictor.of_blocks(counts, placement), costs.slots_of([placement])[..., 0]
     towers = np.stack([np.tensordot(of_blocks * one, is_in, 1) for one in (costs.is_vision, ~costs.is_vision)])
     messages = predictor.messages(predictor.shared(counts), [placement])[..., 0]
-    return towers, simulate(as_costs(towers.sum(axis=0)), placement.num_stages, as_messages(messages))
+    return towers, simulate(as_costs(towers.sum(axis=0)), placement.num_stages, as_costs(messages))
 
 
 def _spans(towers: np.ndarray, steps: Sequence[TimedStep], stage: int, num_stages: int) -> Iterator[ActivitySpan]:

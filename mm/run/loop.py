@@ -16,7 +16,7 @@ from mm.data.loader.feature_writer import FeatureKeeper, vision_fingerprint
 from mm.device.device import Device
 from mm.errors import AgreedError, Stopped
 from mm.lock import Claim
-from mm.model.layers.dropout import seed_of
+from mm.model.layers.lora_linear import seed_of
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work

@@ -16,7 +16,7 @@ from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters
 from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name
-from mm.config.data import training_files, validation_files
+from mm.config.data import dataset_files
 from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import step_problems
 from mm.config.run import Run
@@ -198,8 +198,8 @@ def _has_samples(run: Run) -> bool:
     """Whether all files and directories that the samples need exist."""
     missing: list[str] = []
     with collected(missing):
-        training_files(run.data)
-        validation_files(run.data)
+        dataset_files(run.data, "dataset")
+        dataset_files(run.data, "val_dataset")
     return not missing and all(os.path.isdir(path) for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 

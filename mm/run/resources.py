@@ -19,7 +19,7 @@ from mm.cost.model_states import stage_sizes
 from mm.cost.stage_memory import activation_bytes_on_host
 from mm.device.device import PLATFORMS, installed_versions
 from mm.device.platform import MachineFinding
-from mm.environment import Launched, declared, is_outside
+from mm.environment import Launched, declared
 from mm.errors import counted
 from mm.process import open_file_limit
 
@@ -156,7 +156,7 @@ def _copy_bytes(run: Run, node: Node) -> int:
 def _versions(node: Node) -> Iterator[MachineFinding]:
     for requirement in declared():
         version = node.versions.get(requirement.name)
-        if version is not None and is_outside(requirement, version):
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
             yield False, (f"{requirement.name} {version} is outside the tested range, {requirement.specifier}: "
                           f"`python -m pip install '{requirement.name}{requirement.specifier}'`")
     for platform in PLATFORMS:

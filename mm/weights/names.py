@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase, translate
 from functools import cache
 from typing import TypeVar
 
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 
 Value = TypeVar("Value")
 

@@ -206,8 +206,8 @@ def build(
 
 
 def _fused(device: Device) -> Device:
-    """With the leaves that CUDA compiles, not compiled; the rest of CUDA's kernels runs nowhere else."""
-    ours = kernels_of("cuda", lambda leaf: leaf)
+    """With the kernel functions that CUDA compiles, not compiled; the rest of CUDA's kernels runs nowhere else."""
+    ours = kernels_of("cuda", lambda function: function)
     kernels = replace(device.kernels, add_norm=ours.add_norm, logits=ours.logits, swiglu=ours.swiglu, rope=ours.rope)
     return replace(device, kernels=kernels)
 
@@ -218,7 +218,7 @@ def reduced_gradient(setup: Setup, weight: Any, start: int, stop: int) -> Tensor
         return weight.main_grad.flatten()[start:stop]
     assert not hasattr(weight, "main_grad"), "no gradient but the shard is kept"
     models: Any = setup.models  # whose weights are cut, in units
-    shards = {one: shard for model in models for unit in model.units for one, shard in unit.shards()}
+    shards = {one: shard for model in models for bucket in model.gradient_buckets for one, shard in bucket.shards()}
     return shards.get(weight, torch.zeros(0))[: stop - start]
 
 

@@ -191,7 +191,7 @@ def test_memory_of_each_stage():
 def test_the_peak_has_the_units_that_are_open_then(strategy: str):
     run = run_of("7b", [32], [28], 4, bf16=True, data_parallel_sharding_strategy=strategy)
     text = stage_report(run)
-    assert "a layer's work  open units " in text and "Open units: gradients, and weights" in text
+    assert "a layer's work  open buckets " in text and "Open buckets: gradients, and weights" in text
     for kind in longest_microbatches(run):
         (line,) = [line for line in text.splitlines() if line.split()[:2] == ["0", kind]]
         states, kept, ahead, *work, units, peak = map(float, line.split()[3:])

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Grid
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.data.records.formats import HALF_CHARACTER
 from mm.data.sample import KINDS, Image, Turn
 from mm.errors import UserError, refuse
+from mm.families import FAMILIES
 from mm.families.family import Family
-from mm.families.known import FAMILIES
 
 
 def kept_lengths(

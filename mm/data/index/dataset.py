@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mm.batch import Microbatch
-from mm.config.data import DataConfig, DatasetFile, training_files, validation_files
+from mm.config.data import DataConfig, DatasetFile, dataset_files
 from mm.data.index.fingerprint import Contents
 from mm.data.index.index import (
     NUMBER,
@@ -126,7 +126,7 @@ def open_files(
     Arguments and UserErrors are those of ``Dataset``.
     """
     has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
-    sources = validation_files(config) if has_files else training_files(config)
+    sources = dataset_files(config, "val_dataset" if has_files else "dataset")
     most = config.val_max_samples if has_files else config.max_samples
     files, skipped, problems = list[IndexedFile](), list[BadSample](), list[str]()
     for source in sources:

@@ -38,7 +38,7 @@ from mm.data.records.roots import MediaRoots
 from mm.data.sample import Lengths, Media, Sample
 from mm.data.workers import in_processes
 from mm.errors import MAX_PROBLEMS, UserError, printable, writing
-from mm.families.known import TITLES, names_of
+from mm.families import TITLES, names_of
 from mm.files import json_object, replace_file
 from mm.lock import making
 

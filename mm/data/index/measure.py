@@ -23,8 +23,8 @@ from mm.console import ongoing
 from mm.data.encode.encoder import SampleEncoder
 from mm.data.sample import Media, Sample
 from mm.errors import UserError
+from mm.families import FAMILIES
 from mm.families.family import Family
-from mm.families.known import FAMILIES
 from mm.model.arithmetic import Arithmetic
 from mm.process import is_first_rank
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from mm.config.strict_json import not_utf8
+from mm.config.schema import not_utf8
 from mm.data.records.record_name import numbered, record_place
 from mm.data.sample import Inline
 from mm.errors import UserError, collected

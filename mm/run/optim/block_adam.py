@@ -75,7 +75,7 @@ class HostStatesPass:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._coming, self._going = device.runtime.side_queue(), device.runtime.side_queue()
+        self._coming, self._going = device.runtime.side_stream(), device.runtime.side_stream()
         self._leaving: list[Callable[[], Tensor]] = []
         """Waits for the last block that was copied back; blocks are copied back in order."""
 
@@ -89,8 +89,8 @@ class HostStatesPass:
             here = coming
             coming = self._fetched(blocks[number + 1]) if number + 1 < len(blocks) else []
             compute(number, here)
-            self._going.mark()
-            with self._going.behind_mark():
+            self._going.record_event()
+            with self._going.after_event():
                 self._leaving = [self._device.runtime.start_copying_back(one, host)
                                  for one, host in zip(here, block, strict=True)] or self._leaving
         self._going.join()
@@ -103,8 +103,8 @@ class HostStatesPass:
     def _fetched(self, block: Sequence[Tensor]) -> list[Tensor]:
         """Copies of ``block``, which will be on the device after ``join``."""
         copies = [torch.empty(host.shape, dtype=host.dtype, device=self._device.torch_device) for host in block]
-        self._coming.mark()
-        with self._coming.behind_mark():
+        self._coming.record_event()
+        with self._coming.after_event():
             for copy, host in zip(copies, block, strict=True):
                 copy.copy_(host, non_blocking=True)
         return copies

@@ -89,7 +89,7 @@ def _take_gradients_from(optimizer: ChainedOptimizer, models: Sequence[Distribut
     """Let the optimizer read the gradients of its parts of the weights from their shards, if ``models`` keep shards;
     megatron reads them from its buffers."""
     shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
-              for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
+              for bucket in model.gradient_buckets for weight, shard in bucket.shards()}  # fmt: skip
 
     def take(chained: Any) -> None:
         pairs = zip(chain(*chained.model_float16_groups, *chained.model_fp32_groups),

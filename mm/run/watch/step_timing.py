@@ -168,17 +168,17 @@ class StepTiming(Watcher):
 
     def _enter(self, what: Work | str) -> None:
         if self._events and not self._depth:
-            self._events.append((self._device.runtime.mark(), what))
+            self._events.append((self._device.runtime.record_event(), what))
         self._depth += 1
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._events and not self._depth:
-            self._events.append((self._device.runtime.mark(), _OWN))
+            self._events.append((self._device.runtime.record_event(), _OWN))
 
     def after(self, step: Step) -> None:
         """The host has read the step's gradient norm, so the device has passed the step before."""
-        boundary = (self._device.runtime.mark(), _PAUSE if self._depth else _OWN)
+        boundary = (self._device.runtime.record_event(), _PAUSE if self._depth else _OWN)
         if self._ended is not None:
             self._add(*self._ended)
         self._ended = ([*self._events, boundary], step.own_data_seconds) if self._events else None

@@ -137,10 +137,10 @@ class Recorder:
         self._events: list[tuple[Any, Activity | None]] = []
 
     def begin(self, activity: Activity) -> None:
-        self._events.append((self._device.runtime.mark(), activity))
+        self._events.append((self._device.runtime.record_event(), activity))
 
     def end(self, activity: Activity) -> None:
-        self._events.append((self._device.runtime.mark(), None))
+        self._events.append((self._device.runtime.record_event(), None))
 
     def spans(self) -> tuple[ActivitySpan, ...]:
         """Wait for the device, return the recorded spans and clear them."""

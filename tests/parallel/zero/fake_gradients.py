@@ -1,4 +1,4 @@
-"""Stands in for the gradients of a unit, where ranks are simulated without processes."""
+"""Stands in for the gradients of a bucket, where ranks are simulated without processes."""
 
 from collections.abc import Hashable
 from types import SimpleNamespace
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class FakeGradients:
-    """As ``mm.parallel.zero.gradient_shards.UnitGradients``; notes what happens to it."""
+    """As ``mm.parallel.zero.gradient_shards.GradientBucket``; notes what happens to it."""
 
-    def __init__(self, unit: Any, name: Hashable, is_overlapped: bool, log: list[Any]) -> None:
+    def __init__(self, spec: Any, name: Hashable, is_overlapped: bool, log: list[Any]) -> None:
         """``name``: what ``log`` gets at each reduction."""
-        self.unit, self.name, self.log, self.is_overlapped = unit, name, log, is_overlapped
+        self.spec, self.name, self.log, self.is_overlapped = spec, name, log, is_overlapped
         self.group = SimpleNamespace(grad_reduce_handle=None)
         self.is_open = False
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.model.shared_vision_pass import EncodedTogether
+from mm.model.prepare import SharedVisionPass
 
 WIDTH = 3
 
@@ -19,7 +19,7 @@ def test_one_backward_pass_whatever_the_order(num_tokens: list[int], are_exchang
     num_passes = []
     made = pixels @ weight
     made.register_hook(lambda gradient: num_passes.append(len(gradient)))
-    together = EncodedTogether(num_tokens, are_exchanged)
+    together = SharedVisionPass(num_tokens, are_exchanged)
     together.fill(made)
     taken = [together.take() for _ in num_tokens]
     assert [0 if one is None else len(one) for one in taken] == num_tokens
@@ -36,7 +36,7 @@ def test_one_backward_pass_whatever_the_order(num_tokens: list[int], are_exchang
 
 
 def test_without_gradients_only_rows_are_handed_on() -> None:
-    together = EncodedTogether([2, 0, 1], are_exchanged=False)
+    together = SharedVisionPass([2, 0, 1], are_exchanged=False)
     made = torch.arange(9.0).view(3, 3)
     together.fill(made)
     first, second, third = (together.take() for _ in range(3))
@@ -45,5 +45,5 @@ def test_without_gradients_only_rows_are_handed_on() -> None:
 
 
 def test_a_rank_that_encodes_nothing_takes_nothing() -> None:
-    together = EncodedTogether([0, 0], are_exchanged=True)
+    together = SharedVisionPass([0, 0], are_exchanged=True)
     assert together.take() is None and together.take() is None

@@ -3,9 +3,8 @@
     python -m benchmarks.balance [--quick] [--output F]
 
 Nothing is trained: samples are arrays of lengths (``mm.plan.distributions``), a microbatch costs its FLOPs in the
-shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  A pipeline
-of four stages is simulated with the microbatches in the order of a run.  Without packing a microbatch is one sample;
-packs hold at most 8,192 tokens.
+shipped 7B model, whose ViT is frozen (``mm.model.flops``), and a step takes as long as its costliest rank.  Without
+packing a microbatch is one sample; packs hold at most 8,192 tokens.
 """
 
 import sys
@@ -18,23 +17,17 @@ import numpy as np
 
 from benchmarks.measure import command, report, shipped_model, versions
 from mm.config.model import ModelConfig
-from mm.cost.costs import BlockCosts
-from mm.cost.workload import one_stage, sample_counts
 from mm.data.sample import Lengths
 from mm.data.sampler.balance import Budget, fullest_packs
-from mm.data.sampler.cost import SampleSizes, in_order, pipeline_orders
+from mm.data.sampler.cost import SampleSizes
 from mm.data.sampler.sample_stream import StepSamples, Stream
 from mm.data.sampler.sampler import SAMPLERS, BatchShares
-from mm.parallel.order import step_costs
 from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH, llava
-from mm.plan.lists import Lists
 from tests.files import table
 
 SAMPLES_PER_RANK = 32
 """Number of samples per data-parallel rank in a global batch."""
-SEED, BUDGET, NUM_STAGES = 1234, Budget(SEQ_LENGTH), 4
-LISTS = Lists(((32, 0, 0, 0),), ((6, 8, 8, 6),))
-"""Layers of ViT and LLM of the simulated pipeline."""
+SEED, BUDGET = 1234, Budget(SEQ_LENGTH)
 BALANCED_PACKS = "BalancedBatchSampler with packing"
 SETS = ("llava", "documents", "videos")
 """Names of the compared ``mm.plan.distributions``."""
@@ -47,11 +40,10 @@ class Samples:
 
     def __init__(self, model: ModelConfig, lengths: Lengths) -> None:
         self.lengths, self.sizes = lengths, SampleSizes(model, lengths).of(np.arange(len(lengths)))
-        self._costs = BlockCosts.in_flops(one_stage(model))
 
-    def samplers(self, dp_size: int, num_stages: int = 1) -> dict[str, Planned]:
+    def samplers(self, dp_size: int) -> dict[str, Planned]:
         """Plans by name of the sampler.  A microbatch is one sample, or a pack where the name says so."""
-        shares = BatchShares(dp_size, BUDGET, num_stages=num_stages)
+        shares = BatchShares(dp_size, BUDGET)
         orders = {name: sampler.order(self.sizes, shares, SEED) for name, sampler in SAMPLERS.items()}
         return {name: partial(_planned, stream, deal, dp_size) for name, (stream, deal) in orders.items()}
 
@@ -67,18 +59,6 @@ class Samples:
                 "microbatches": float(np.mean([one.max() / one.mean() for one in whole])),
                 "full": float(np.mean(tokens) / SEQ_LENGTH), "of_rank": len(tokens) / num_steps / len(steps[0]),
                 "cost": float(np.mean([ranks.max() for ranks in of_ranks]))}  # fmt: skip
-
-    def pipelined(self, plan: Planned, num_steps: int) -> float:
-        """The simulated time of the slowest replica, on four stages."""
-        slots, found = self._costs.slots_of([LISTS.placement]), []
-        for number in range(num_steps):
-            times = []
-            for rank in plan(number):
-                counts = np.stack([sample_counts(self.lengths.of(np.array(one))).sum(axis=0) for one in rank])
-                costs = self._costs.of_slots(counts, slots)
-                times.append(step_costs(in_order(costs, pipeline_orders(costs, NUM_STAGES)), NUM_STAGES)[0])
-            found.append(max(times))
-        return float(np.mean(found))
 
 
 def _planned(
@@ -111,12 +91,8 @@ def measure(is_quick: bool) -> dict[str, Any]:
             of_plain: dict[str, float] = {}
             for sampler, plan in samples.samplers(dp_size).items():
                 found = samples.measure(plan, 2 if is_quick or dp_size == 512 else 8)
-                if dp_size == 8:
-                    staged = samples.samplers(dp_size, NUM_STAGES)[sampler]
-                    found["pipelined"] = samples.pipelined(staged, 1 if is_quick else 3)
                 of_plain = of_plain or found
-                found |= {f"{key}_of_plain": found[key] / of_plain[key] for key in ("cost", "pipelined")
-                          if key in found}  # fmt: skip
+                found["cost_of_plain"] = found["cost"] / of_plain["cost"]
                 rows.append({"set": name, "dp_size": dp_size, "sampler": sampler, **found})
     return {"versions": versions(), "rows": rows, "planning": planning(model, 20_480 if is_quick else 1_000_000)}
 
@@ -124,11 +100,10 @@ def measure(is_quick: bool) -> dict[str, Any]:
 def shown(found: dict[str, Any]) -> str:
     """The figures as a table of Markdown."""
     head = ("set", "ranks", "sampler", "rank, mean", "rank, worst", "all microbatches", "full",
-            "microbatches of a rank", "time", "time, 4 stages")  # fmt: skip
+            "microbatches of a rank", "time")  # fmt: skip
     rows = [(row["set"], row["dp_size"], row["sampler"], f"{row['step']:.4f}", f"{row['worst_step']:.4f}",
              f"{row['microbatches']:.3f}", f"{row['full']:.1%}" if "packing" in row["sampler"] else "",
-             f"{row['of_rank']:.1f}", f"{row['cost_of_plain']:.3f}",
-             f"{row['pipelined_of_plain']:.3f}" if "pipelined_of_plain" in row else "")
+             f"{row['of_rank']:.1f}", f"{row['cost_of_plain']:.3f}")
             for row in found["rows"]]  # fmt: skip
     plan = found["planning"]
     return "\n".join([*table(head, rows), "", (
