@@ -118,8 +118,8 @@ def worker(case: Case, num_steps: int) -> dict[str, Any]:
     from mm.model.stage import Stage
     from mm.parallel import mesh as parallel
     from mm.run.step import Setup, forward_backward
-    from mm.run.watch.recorder import Recorder
-    from mm.timeline.spans import seconds_of
+    from mm.run.watch.watcher import Recorder
+    from mm.timeline import seconds_of
     from tests.parallel.messages import stand_in
 
     torch.set_num_threads(1)

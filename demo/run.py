@@ -28,7 +28,7 @@ from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 from mm.device.device import PLATFORMS
 from mm.errors import UserError
-from mm.run.watch.metrics import step_rows
+from mm.files import METRICS_FILE
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
@@ -257,7 +257,8 @@ def variables(run: Run, plan: Plan, layout: Layout, load: Path) -> dict[str, str
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:
     """The steps in metrics.jsonl.  Raises DemoError unless both runs together have every iteration exactly once."""
-    records = step_rows(run.logs)
+    rows = map(json.loads, (run.logs / METRICS_FILE).read_text().splitlines())
+    records = [row for row in rows if row["kind"] == "step"]
     iterations = [record["iteration"] for record in records]
     if iterations != list(range(1, plan.train_iters + 1)):
         raise DemoError(f"metrics.jsonl has iterations {iterations}; expected 1 to {plan.train_iters}, once each")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mm import evaluate, generate, train
-from mm.doctor import rank as doctor_rank
+from mm.doctor import trial
 from mm.environment import Launched, launcher_problems
 from mm.plan import commands as planner_rank
 from tests.files import EXAMPLES, ROOT, json_lines
@@ -49,7 +49,7 @@ TRAINING = [*(f"--mm-{kind}={EXAMPLES / f'{kind}_tiny.json'}" for kind in ("mode
     (train.main, [*TRAINING, "--check"]),
     (generate.main, ["--load", "mm", "--prompt", "What?"]),
     (evaluate.main, ["--load", "mm", "--benchmark", "mmmu"]),
-    (doctor_rank.main, [os.devnull, "cpu"]),
+    (trial.main, [os.devnull, "cpu"]),
     (planner_rank.main, ["x", "1", "1", *TRAINING]),
 ], ids=["train", "generate", "evaluate", "doctor", "plan"])  # fmt: skip
 def test_each_command_refuses_a_wrong_variable(

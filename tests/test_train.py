@@ -20,7 +20,7 @@ from mm.checkpoint import directories as files
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.config.model import read_model
 from mm.lock import Claim
-from mm.timeline.spans import TIMED, seconds_key
+from mm.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
 from tests.files import json_lines
 from tests.launch import torchrun

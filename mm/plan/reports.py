@@ -17,8 +17,18 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.order import TimedStep, as_costs, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
-from mm.timeline.picture import measured_steps, write_timeline
-from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepSettings, StepTimeline, extent, held, seconds_of
+from mm.timeline import (
+    COMPUTING,
+    ActivitySpan,
+    RankRecord,
+    StepSettings,
+    StepTimeline,
+    extent,
+    held,
+    measured_steps,
+    seconds_of,
+    write_timeline,
+)
 
 
 def predicted_timeline(predictor: Predictor, replicas: Sequence[np.ndarray], iteration: int) -> StepTimeline:

@@ -32,7 +32,7 @@ from mm.files import folder_problems
 from mm.generation.prompts import encoder_for_prompts
 from mm.run.schedule import scheduled, with_steps
 from mm.run.sources import Checked, Questions, Samples, Sources, open_start, save_problems
-from mm.run.watch.metrics import tracker_problems
+from mm.run.watch.trackers import tracker_problems
 from mm.scoring.questions import read_items
 from mm.weights.trained import adapter_problems, feature_cache_problems, freeze_problems, group_problems, lacks_adapters
 
@@ -87,10 +87,8 @@ def _can_open_start(run: Run) -> bool:
 
 
 def _file_problems(checked: Checked, start_problems: list[str], encoder_problems: list[str]) -> list[str]:
-    """Problems of weights, tokenizer, processor, output directories, and patterns of weight names.
-
-    ``start_problems`` and ``encoder_problems`` were found while opening the weights, and tokenizer and processor.
-    """
+    """Problems of weights, tokenizer, processor, output directories, and patterns of weight names.  ``start_problems``
+    and ``encoder_problems`` were found while opening the weights, and tokenizer and processor."""
     run, sources = checked.run, checked.sources
     args, base = run.args, run.data.model_name_or_path
     problems = list(_other_models(run, sources))
@@ -126,10 +124,8 @@ def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
 
 
 def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> None:
-    """Compare what the run starts from with the settings, and decide its learning-rate schedule.
-
-    Raises UserError for another base model or schedule.
-    """
+    """Compare what the run starts from with the settings, and decide its learning-rate schedule.  Raises UserError for
+    another base model or schedule."""
     run = checked.run
     if sources.adapters is not None and sources.model is not None:
         checked.notes.extend(base_notes(sources.adapters, sources.model))
@@ -144,11 +140,8 @@ def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> Non
 def _sample_splits(
     run: Run, measure: Measure | None, sources: Sources | None, problems: list[str], notes: list[str]
 ) -> Mapping[Split, Dataset]:
-    """Open and check the samples for training and validation.
-
-    A resumed run must have the samples of its checkpoint.  Without ``measure``, as tokenizer or processor cannot be
-    read, only the form of the records is checked.
-    """
+    """Open and check the samples for training and validation.  A resumed run must have the samples of its checkpoint.
+    Without ``measure``, because tokenizer or processor cannot be read, only the form of the records is checked."""
     if not _has_samples(run):
         return {}
     splits = datasets(run.data, problems, run.args.bad_sample == "skip", measure, run.args.seed)
@@ -178,10 +171,8 @@ def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -
 
 
 def _open_questions(run: Run, measure: Measure | None, problems: list[str], notes: list[str]) -> Questions | None:
-    """Open and encode the questions for the model in training, with their images.
-
-    Without ``measure``, because tokenizer or processor cannot be read, only the file of questions is checked.
-    """
+    """Open and encode the questions for the model in training, with their images.  Without ``measure``, as tokenizer
+    or processor cannot be read, only the file of questions is checked."""
     path = run.args.eval_generate_questions
     if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
         return None
@@ -251,9 +242,7 @@ def _only_exports(run: Run, sources: Sources | None) -> bool:
 
 def _export_problems(run: Run, base: Path, target: Path, flag: str, may_exist: bool) -> list[str]:
     """Problems with the base of the export, unless ``--load`` is the same directory, and with ``target``.
-
-    ``may_exist``: the export itself compares an existing target with the weights, and leaves an identical one alone.
-    """
+    ``may_exist``: the export itself compares an existing target with the weights, and leaves an identical one alone."""
     problems: list[str] = []
     resolved = base.resolve()
     if run.args.load is None or Path(run.args.load).resolve() != resolved:

@@ -1,4 +1,4 @@
-"""How far a training has come: what a checkpoint restores besides the weights, and how a run speaks to the user.
+"""How far a training has come: what a checkpoint restores besides the weights.
 
 Everything here is computed from numbers that are equal on all ranks, so all ranks decide alike.
 """

@@ -132,8 +132,7 @@ def with_start(run: Run) -> Run:
 
 def _has_started(run: Run) -> bool:
     """Whether the newest checkpoint in ``--save`` is of a run that this command started, and has what it needs to
-    continue.
-    """
+    continue."""
     args = run.args
     if args.save is None or args.loads_what_it_saves or args.allow_used_save:
         return False
@@ -168,10 +167,8 @@ def _resumed(run: Run) -> Run:
 
 
 def open_start(run: Run, checkpoint: Path | None = None) -> Sources:
-    """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.
-
-    ``checkpoint``: the one to open if ``--load`` holds several.
-    """
+    """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.  ``checkpoint``: the one to
+    open if ``--load`` holds several."""
     args, model, order = run.args, run.model, qkv_order(run)
     if checkpoint is not None:
         args = replace(args, load=str(checkpoint))

@@ -84,10 +84,8 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
 def step(
     setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None
 ) -> StepResult:
-    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.
-
-    Raises AgreedError as ``update`` does.
-    """
+    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.  Raises AgreedError as
+    ``update`` does."""
     loss = forward_backward(setup, plan)
     stage = setup.stage
     with stage.journal.during(Work.UPDATE):
@@ -96,9 +94,7 @@ def step(
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
     """Compute the reduced gradients of the global batch into the parameters' buffers; return this rank's loss share.
-
-    ``update`` sums the shares in one collective with the gradient norm.
-    """
+    ``update`` sums the shares in one collective with the gradient norm."""
     overwrites = setup.stage.device.kernels.overwrites
     if setup.passes is None:
         reduction.begin(setup.models, overwrites)

@@ -21,10 +21,10 @@ from mm.cost.workload import COUNTS, Workload
 from mm.parallel.activity import Activity, Work
 from mm.plan import cli
 from mm.plan.reports import predicted_timeline, step_parts
-from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
+from mm.timeline import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
 from tests.cost.test_costs import by_flops
 from tests.cost.test_predict import run_of
-from tests.timeline.records import SETTINGS
+from tests.test_timeline import SETTINGS
 from tests.tiny import our_config
 from tests.tiny_inputs import flags_of, run, write_inputs
 

@@ -4,9 +4,8 @@ block of elements at a time.
 Moments may be in bf16.  The fp32 copy of a bf16 weight may be left out, or be stored as the weight and a remainder
 (``mm.weights.shard``).  While a block is updated, all of its states are in fp32, and on the device.
 
-Optimizer states in host memory, which pass through the device a block at a time, to be updated there.
-
-While one block is updated and copied back, the next one arrives, so two are on the device at a time::
+States in host memory pass through the device.  While one block is updated and copied back, the next one arrives, so
+two are on the device at a time::
 
     to the device    block 1 | block 2           | block 3           |
     Adam                     | block 1 |         | block 2 |         | block 3 |
@@ -31,12 +30,35 @@ from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.parallel.zero.weight_shards import placeholder
 from mm.weights.shard import REMAINDER, joined, split
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+"""The fp32 copy of a weight, where it is not the tensor in the parameter groups."""
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """How the states of a trained weight are kept between steps."""
+
+    moments: Mapping[str, torch.dtype]
+    """fp32 or bf16, by ``MOMENTS``."""
+    copy: KeptCopy = "fp32"
+    host_share: float = 0.0
+    """Share of the elements whose states are in host memory."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether megatron's own optimizer keeps them so."""
+        return self.copy == "fp32" and set(self.moments.values()) == {torch.float32} and not self.host_share
+
+    def besides(self, has_copy: bool) -> dict[str, torch.dtype]:
+        """What is kept beside a weight that is in 16 bits (``has_copy``) or in fp32."""
+        copies = {"fp32": {MASTER: torch.float32}, "remainder": {REMAINDER: torch.int16}, "none": {}}
+        return {**(copies[self.copy] if has_copy else {}), **self.moments}
+
 
 def host_memory(device: Device, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Flat tensors of zeros in host memory, pinned on an accelerator; ``sizes``: their numbers of elements and dtypes.
-
-    Raises UserError if this node has too little memory.
-    """
+    Raises UserError if this node has too little memory."""
     sizes_bytes = [num_elements * dtype.itemsize for num_elements, dtype in sizes]
     places, segments_bytes = places_in_segments(sizes_bytes)
     needs = (f"--optimizer-cpu-offload keeps {sum(segments_bytes):,} bytes of this rank's optimizer states in host "
@@ -86,32 +108,6 @@ class HostStatesPass:
             for copy, host in zip(copies, block, strict=True):
                 copy.copy_(host, non_blocking=True)
         return copies
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-MASTER = "master"
-"""The fp32 copy of a weight, where it is not the tensor in the parameter groups."""
-
-
-@dataclass(frozen=True)
-class KeptStates:
-    """How the states of a trained weight are kept between steps."""
-
-    moments: Mapping[str, torch.dtype]
-    """fp32 or bf16, by ``MOMENTS``."""
-    copy: KeptCopy = "fp32"
-    host_share: float = 0.0
-    """Share of the elements whose states are in host memory."""
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether megatron's own optimizer keeps them so."""
-        return self.copy == "fp32" and set(self.moments.values()) == {torch.float32} and not self.host_share
-
-    def besides(self, has_copy: bool) -> dict[str, torch.dtype]:
-        """What is kept beside a weight that is in 16 bits (``has_copy``) or in fp32."""
-        copies = {"fp32": {MASTER: torch.float32}, "remainder": {REMAINDER: torch.int16}, "none": {}}
-        return {**(copies[self.copy] if has_copy else {}), **self.moments}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from mm.parallel.agreement import by_rank
 from mm.parallel.health.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
 from mm.run.watch.watcher import Step, Watcher
-from mm.timeline.spans import WAITS
+from mm.timeline import WAITS
 
 _NUM_NAMED = 3
 """Slowest ranks that the log names."""
@@ -72,10 +72,8 @@ class SlowRank:
 
 
 def compare(places: Sequence[RankPlace], own_seconds: Sequence[float]) -> tuple[SlowRank, ...]:
-    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.
-
-    ``places`` and ``own_seconds`` are by rank.
-    """
+    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.  ``places``
+    and ``own_seconds`` are by rank."""
     groups: dict[tuple[int, int], list[RankPlace]] = defaultdict(list)
     for place in places:
         groups[place.stage, place.replica].append(place)

@@ -79,6 +79,14 @@ def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
     assert problem.startswith(f"replicas hold different values of {found['name']} (weight)")
 
 
+def test_checkpoints_of_another_run_on_another_disk_are_refused(results: dict) -> None:
+    """The check before the run has looked at rank 0's disk alone."""
+    (problem,), other = results["used"]
+    assert other == [problem]
+    assert re.match(r"\S+: --save is 'save/used', but save/used holds checkpoints of another run \(iterations: 2\): "
+                    r"give --load save/used", problem)
+
+
 # The command
 
 

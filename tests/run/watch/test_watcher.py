@@ -11,8 +11,7 @@ import pytest
 
 from mm.parallel.activity import Journal
 from mm.run.progress import TrainingProgress
-from mm.run.watch.recorder import Profile, Timers
-from mm.run.watch.watcher import Watch
+from mm.run.watch.watcher import Profile, Timers, Watch
 
 
 class Profiler:

@@ -3,8 +3,11 @@
 import base64
 import json
 import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +15,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.errors import UserError
-from mm.page.__main__ import main
-from mm.page.pages import MAX_BINS, binned, run_page
-from mm.page.record import read_run
+from mm.page import MAX_BINS, binned, main, run_page
+from mm.run.watch.metrics import SpikeMetrics, ValidationMetrics
 from tests.browser import WIDTHS, content_width, needs_browser
-from tests.page.runs import FACTS, write_run
 from tests.page_reader import PageReader
+from tests.run.watch.test_metrics import STEP
 
+FACTS: dict[str, Any] = {
+    "arguments": {"mm_model": "model.json", "train_iters": 400, "lr": 1e-5, "tensor_model_parallel_size": 2,
+                  "context_parallel_size": 1},
+    "model": {"vision": {"num_layers": 8}, "language": {"num_layers": 4}}, "world_size": 4,
+    "pipeline_model_parallel_size": 2, "data_parallel_size": 1, "precision": "bf16", "global_batch_size": 192,
+    "ran_on": {"device": "cpu", "backend": "gloo", "versions": {"torch": "2.13.0"}},
+    "optimizer_groups": [{"max_lr": 1e-5, "weights": ["a.weight"] * 1000}], "started_at": "2026-11-28 12:00:00",
+    "predicted_peak_bytes": [{"text": 2**30, "visual": 2**31}, {"text": 3 * 2**30, "visual": 2**32}],
+}  # fmt: skip
 NOW = datetime(2026, 11, 28, 13)
 
 
+def step_row(iteration: int, **changes: Any) -> dict[str, Any]:
+    return {"kind": "step", **asdict(replace(STEP, iteration=iteration)), "num_skipped": 0, **changes}
+
+
+def write_run(
+    folder: Path, num_steps: int = 100, changed: Callable[[int], dict[str, Any]] = lambda _: {}, **facts: Any
+) -> Path:
+    """A run of so many steps with a validation and a spike; ``changed`` gives other values for a step's fields."""
+    folder.mkdir(parents=True)
+    rows = [step_row(iteration, **changed(iteration)) for iteration in range(1, num_steps + 1)]
+    found = ValidationMetrics(num_steps, 1, 0.75, 10, 100, 2.0, 0.625, 50)
+    rows += [{"kind": "validation", **asdict(found)},
+             {"kind": "spike", **asdict(SpikeMetrics(num_steps, "the loss is 7", True, 7.0, 1.0, tuple(range(90))))}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps(FACTS | facts))
+    return folder
+
+
 def html_of(folder: Path) -> str:
-    return run_page(read_run(folder), "r", NOW)
+    return run_page(folder, "r", NOW)
 
 
 def shown(folder: Path) -> str:
@@ -84,7 +113,7 @@ def test_hostile_texts_are_text(tmp_path: Path) -> None:
     (answers / "predictions.jsonl").write_text(json.dumps(
         {"index": bad, "question": bad, "right": [bad], "prediction": bad, "score": 0.0}) + "\n")
     (folder / "pipeline_step_3.svg").write_text("<svg><script>alert(1)</script></svg>")
-    html = run_page(read_run(folder), bad, NOW)
+    html = run_page(folder, bad, NOW)
     assert PageReader(html).text.count("alert(1)") > 10 and "\x1b" not in html and "\u202e" not in html
 
 
@@ -110,10 +139,24 @@ def test_damaged_and_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture
     whole = metrics.read_text()
     metrics.write_text(whole + '{"kind": "step", "iter')
     assert "3 of 400" in shown(folder)
-    for damaged in ("no JSON", "[]", '{"kind": "step", "iteration": 4}', "{}"):
+    rows = [json.loads(line) for line in whole.splitlines()[-3:]]
+    for damaged in ("no JSON", "[]", "{}", *(json.dumps(row | {name: value}) for row, name, value in zip(
+            rows, ("loss", "num_samples", "samples"), ("high", None, 7), strict=True))):
         metrics.write_text(f"{damaged}\n{whole}")
-        with pytest.raises(UserError, match=r"metrics\.jsonl:1: is not a row of a run's metrics"):
-            read_run(folder)
+        with pytest.raises(UserError, match=r"metrics\.jsonl:1: is not a row of a run's metrics .*remove that line"):
+            html_of(folder)
+    metrics.write_text(whole)
+    (folder / "answers" / "iter_0000010").mkdir(parents=True)
+    for name, content, what in (
+        ("run.json", "{}", "the description of a run"), ("quarantine.jsonl", "{}\n", "a bad sample"),
+        ("answers/iter_0000010/predictions.jsonl", '{"score": "x"}\n', "an answer"),
+    ):
+        path = folder / name
+        before = path.read_text() if path.exists() else ""
+        path.write_text(content)
+        with pytest.raises(UserError, match=rf"{name}.*: is not {what} \(.*; "):
+            html_of(folder)
+        path.write_text(before)
     metrics.write_text("")
     assert main([str(folder)]) == 0
     assert "no step has been recorded yet" in (folder / "run.html").read_text()
