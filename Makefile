@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 UV := $(VENV)/lock/bin/uv
 
 # Tests of pure functions and files, and the pipeline under torchrun: what a change breaks first.
-QUICK := tests/config tests/weights tests/plan tests/model tests/formats tests/parallel \
+QUICK := tests/config tests/weights tests/plan tests/model tests/checkpoint tests/parallel \
 	tests/test_placement.py tests/test_batch.py tests/test_layering.py
 
 # Two files of tests at a time; most start processes of their own, so more would only wait for each other.  In the order

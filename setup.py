@@ -57,7 +57,7 @@ setup(
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",
                                       "mm-doctor = mm.doctor.cli:main", "mm-evaluate = mm.evaluate:main",
-                                      "mm-generate = mm.generate:main", "mm-page = mm.page.__main__:main",
+                                      "mm-generate = mm.generate:main", "mm-page = mm.page:main",
                                       "mm-plan = mm.plan.cli:main", "mm-train = mm.train:main"]},
     extras_require={
         "cpu": ["torch==2.13.0"],

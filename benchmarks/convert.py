@@ -7,7 +7,7 @@ Makes a random Hugging Face checkpoint of the given shape, then times in turn: c
 command at TP 1 and TP 2.  ``warm`` reads the input from the page cache; ``cold`` drops it from there first
 (posix_fadvise).  Times include planning and checksums, but not starting Python and importing torch.  Memory is the
 anonymous memory of the whole process tree, sampled.  Prints JSON; the exit status is 1 when a target is missed.
-``tiny`` only shows that the benchmark runs.
+``tiny``, at TP 1 alone, only shows that the benchmark runs.
 
 ``--reads`` times nothing: it counts what ranks read when the example of that size starts from bf16 weights.
 """
@@ -32,11 +32,10 @@ import torch
 
 from benchmarks.measure import command, median_ratio, num_cores, report, seconds_of, shipped_model
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
+from mm.checkpoint.directories import sync
 from mm.checkpoint.hf_config import model_from_hf
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import sync
 from mm.families.qwen2_5_vl import published_config
 from mm.weights.shard import memory_shape, readers
 from mm.weights.table import local_shape, model_weights, stage_weights
@@ -95,7 +94,7 @@ def commands(size: str, source: Path, made: Path) -> dict[str, Callable[[Path], 
     """The conversions by name, each a function of its target.  Those that read MM checkpoints take those in ``made``,
     which ``prepare`` wrote."""
     found = {}
-    for tp_size in (1, 2):
+    for tp_size in (1, 2) if size == "3b" else (1,):
         whole, halves = _layouts(size, tp_size)[0], _layouts(size, 3 - tp_size)[1]
         mm = made / f"mm_tp{tp_size}"
         found[f"hf_to_mm TP{tp_size}"] = lambda to, layout=whole: convert.hf_to_mm(source, to, layout)
@@ -115,7 +114,7 @@ def _layouts(size: str, tp_size: int) -> tuple[Layout, Layout]:
 
 def prepare(size: str, source: Path, made: Path) -> None:
     for tp_size in (1, 2):
-        convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run(Options())
+        convert.hf_to_mm(source, made / f"mm_tp{tp_size}", _layouts(size, tp_size)[0]).run()
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -133,7 +132,7 @@ def child(flags: argparse.Namespace) -> None:
         if flags.child == "copy":
             copy_files(source, target)
         else:
-            commands(flags.size, source, Path(flags.made))[flags.child](target).run(Options())
+            commands(flags.size, source, Path(flags.made))[flags.child](target).run()
 
     print(json.dumps({"seconds": seconds_of(work)}))
 

@@ -9,15 +9,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from mm.config.args import Arguments, DeviceName, parse
+from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.process import free_port
 from tests.files import EXAMPLES
@@ -60,6 +61,24 @@ def report(found: Any, output: Path | None, *, prints: bool = True) -> None:
 def shipped_model(size: str) -> ModelConfig:
     """The model JSON of the example of that size."""
     return read_model(EXAMPLES / f"model_{size}.json").value
+
+
+def model_config(
+    size: str, frozen: Iterable[str] = (), recompute: bool = False, offload: bool = False
+) -> ModelConfig:
+    """The shipped model JSON of ``size`` on one stage, with exactly the parts ``frozen`` frozen."""
+    model = shipped_model(size)
+    recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
+    towers = {
+        part: replace(
+            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed,
+            offload=OffloadConfig(offload),
+        )
+        for part, tower in (("vision", model.vision), ("language", model.language))
+    }
+    return replace(
+        model, **towers, projector=replace(model.projector, freeze="projector" in frozen)
+    )
 
 
 def versions() -> dict[str, str]:
@@ -135,7 +154,7 @@ def _torch_module(device: "Device") -> Any | None:
 
 
 class Clock:
-    """Times work by ``Device.mark``: on the device's own queue, or by the host's clock on a CPU."""
+    """Times work by ``Runtime.record_event``: on the device's own queue, or by the host's clock on a CPU."""
 
     def __init__(self, device: "Device", num_warmup: int = 3, seconds: float = 0.3) -> None:
         """``seconds``: about how long one piece of work is repeated."""
@@ -151,15 +170,15 @@ class Clock:
         work()
         device.runtime.synchronize()
         once = time.perf_counter() - start
-        marks: list[Any] = []
+        events: list[Any] = []
         cache = None if device.platform.name == "cpu" else torch.empty(CACHE_BYTES // 4, device=device.torch_device)
         for _ in range(max(MIN_REPEATS, min(MAX_REPEATS, int(self._seconds / once)))):
             if cache is not None:
                 cache.zero_()
-            marks.append(device.runtime.mark())
+            events.append(device.runtime.record_event())
             work()
-            marks.append(device.runtime.mark())
-        times = device.runtime.seconds_of(marks)
+            events.append(device.runtime.record_event())
+        times = device.runtime.seconds_of(events)
         return Timing.of([1000 * (end - begin) for begin, end in zip(times[::2], times[1::2], strict=True)])
 
 
@@ -169,20 +188,20 @@ class Phases:
     def __init__(self, device: "Device") -> None:
         self._device = device
         self._names: list[str] = []
-        self._marks: list[Any] = []
+        self._events: list[Any] = []
 
     def begin(self, name: str) -> None:
         self._names.append(name)
-        self._marks.append(self._device.runtime.mark())
+        self._events.append(self._device.runtime.record_event())
 
     def milliseconds(self) -> dict[str, float]:
         """The time of each part since the last call, by name; ends the current part, and waits for the device."""
-        times = self._device.runtime.seconds_of([*self._marks, self._device.runtime.mark()])
+        times = self._device.runtime.seconds_of([*self._events, self._device.runtime.record_event()])
         found = dict.fromkeys(self._names, 0.0)
         for name, begin, end in zip(self._names, times, times[1:], strict=False):
             found[name] += 1000 * (end - begin)
         self._names.clear()
-        self._marks.clear()
+        self._events.clear()
         return found
 
 

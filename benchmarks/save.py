@@ -1,13 +1,12 @@
-"""How fast one rank saves a training checkpoint in overlapping blocks, and reads it back, against one step at a time.
+"""How fast one rank saves a training checkpoint in overlapping blocks, against one step at a time.
 
     python -m benchmarks.save [--device cpu|cuda|npu] [--mib 2048] [--rounds 5] [--block-mib N ...] [--folder DIR]
 
 Makes tensors of a transformer's shapes on the device, bf16 weights and three fp32 tensors for each, and saves them in
 two ways in turn: one after another (each tensor is copied to the host, written, checksummed), and in blocks, as in
-training.  Both flush to disk, and the files are compared byte for byte.  Then it reads in two ways: in one pass for the
-checksum and one for the values, or in one pass for both.  Last, it compares how long training waits for a save with and
-without ``--async-save``: for the copy to host memory, and for the whole save.  Prints JSON: the medians of seconds and
-of ratios.
+training.  Both flush to disk, and the files are compared byte for byte.  Then it compares how long training waits for a
+save with and without ``--async-save``: for the copy to host memory, and for the whole save.  Prints JSON: the medians
+of seconds and of ratios.
 """
 
 import math
@@ -28,10 +27,8 @@ from torch import Tensor
 
 from benchmarks.measure import DEVICES, command, median_ratio, num_cores, report, versions
 from mm.checkpoint.pipelined_write import BLOCK_BYTES, HostCopies, Values, write_tensors
-from mm.checkpoint.saved_steps import MEGATRON_MODES, new_file
-from mm.checkpoint.tensor_io import Files
+from mm.checkpoint.training_files import new_file
 from mm.device.device import Device
-from mm.weights.views import Stored
 
 HIDDEN = 2048
 
@@ -60,7 +57,7 @@ def layers(num_bytes: int, device: torch.device) -> list[tuple[str, Tensor]]:
 def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
     """Save as this trainer did until 2026-11-23."""
     crc32s = {}
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         for name, tensor in tensors:
             data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             opened.write(data)
@@ -69,22 +66,8 @@ def one_after_another(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> dict
 
 
 def in_blocks(path: Path, tensors: Sequence[tuple[str, Tensor]], device: Device, block_bytes: int) -> dict[str, int]:
-    with new_file(path, MEGATRON_MODES.file) as opened:
+    with new_file(path) as opened:
         return write_tensors(opened, [(name, Values(tensor)) for name, tensor in tensors], device.runtime, block_bytes)
-
-
-def read_twice(path: Path, tensors: Sequence[Stored]) -> None:
-    """Read as this trainer did until 2026-11-23."""
-    with Files(path.parent) as files:
-        for stored in tensors:
-            files.check(stored, "")
-            files.read(stored, 0, memoryview(bytearray(stored.num_bytes)))
-
-
-def read_once(path: Path, tensors: Sequence[Stored]) -> None:
-    with Files(path.parent) as files:
-        for stored in tensors:
-            files.read_checked(stored, "")
 
 
 def in_turn(works: Sequence[Callable[[], Any]], device: Device, is_second_first: bool) -> tuple[list[float], list[Any]]:
@@ -108,7 +91,6 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
     tensors = layers(num_bytes, device.torch_device)
     old, new = folder / "old", folder / "new"
     taken: dict[str, list[list[float]]] = {}
-    stored: list[Stored] = []
     copies, live = HostCopies(device.runtime), [Values(tensor) for _, tensor in tensors]
     for number in range(rounds + 1):  # the first warms up
         for block_bytes in block_sizes:
@@ -116,17 +98,9 @@ def measure(device: Device, num_bytes: int, rounds: int, block_sizes: Sequence[i
             pair, sums = in_turn(works, device, number % 2 == 1)
             assert sums[0] == sums[1] and cmp(old, new, shallow=False), "both ways write the same"
             old.unlink()
-            offset, stored = 0, []
-            for name, tensor in tensors:
-                stored.append(Stored(new.name, name, tensor.dtype, tuple(tensor.shape), offset, sums[1][name]))
-                offset += tensor.nbytes
+            new.unlink()
             if number:
                 taken.setdefault(f"save, blocks of {block_bytes / 2**20:g} MiB", []).append(pair)
-            if block_bytes == block_sizes[0] and number:
-                readers = [partial(read_twice, new, stored), partial(read_once, new, stored)]
-                reads, _ = in_turn(readers, device, number % 2 == 1)
-                taken.setdefault("read", []).append(reads)
-            new.unlink()
         waits = [partial(in_blocks, new, tensors, device, block_sizes[0]), partial(copies.take, live)]
         pair, _ = in_turn(waits, device, number % 2 == 1)
         new.unlink()

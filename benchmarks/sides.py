@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
@@ -19,10 +19,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.fusion_mapping import register_fusion_patches
 from transformers.monkey_patching import apply_patches, clear_patch_mapping
 
-from benchmarks.measure import shipped_model
+from benchmarks.measure import model_config
 from mm.batch import BatchTotals, Microbatch, StepPlan, image_passes, normalised
 from mm.config import args as arguments
-from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import ModelConfig
 from mm.data.loader.broadcast import deal_images
 from mm.device.device import Device
@@ -34,9 +33,8 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
 from mm.process import free_port
 from mm.run.step import Setup, forward_backward, step
-from mm.weights.names import published_name
 from mm.weights.shard import MemoryLayout
-from mm.weights.table import fuse, model_weights, shard
+from mm.weights.table import fuse, model_weights, published_name, shard
 from tests.microbatches import own_pixels
 
 LR = 1e-5
@@ -53,24 +51,6 @@ class _AfterReduction:
     def end(self, activity: Activity) -> None:
         if activity.work is Work.REDUCTION:
             self._call()
-
-
-def model_config(
-    size: str, frozen: Iterable[str] = (), recompute: bool = False, offload: bool = False
-) -> ModelConfig:
-    """The shipped model JSON of ``size`` on one stage, with exactly the parts ``frozen`` frozen."""
-    model = shipped_model(size)
-    recomputed = RecomputeConfig("full", "uniform", 1) if recompute else RecomputeConfig()
-    towers = {
-        part: dataclasses.replace(
-            tower, pipeline_num_layers=((tower.num_layers,),), freeze=part in frozen, recompute=recomputed,
-            offload=OffloadConfig(offload),
-        )
-        for part, tower in (("vision", model.vision), ("language", model.language))
-    }
-    return dataclasses.replace(
-        model, **towers, projector=dataclasses.replace(model.projector, freeze="projector" in frozen)
-    )
 
 
 def resized(model: ModelConfig, vision: dict[str, Any], language: dict[str, Any]) -> ModelConfig:

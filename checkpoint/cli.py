@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from checkpoint import options
 from mm.config.command_line import CommandLine, Commands
-from mm.config.strict_json import parse_json, read_json
+from mm.config.schema import parse_json, read_json
 from mm.errors import UserError
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.process import run_command
 
 CONVERTERS = {family.mindspeed.converter: family.title for family in FAMILIES}
@@ -39,8 +39,7 @@ _NOT_HERE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 0, 1 if ``diff`` found differences, 2 for user errors, 130 after
-    Ctrl-C."""
+    """Run a command; status 1 if ``diff`` found differences, 2 for user errors, 130 after Ctrl-C."""
     return run_command(lambda: _run(sys.argv[1:] if argv is None else argv),
                        lambda: "finished files are kept, and the same command continues from them")
 
@@ -67,16 +66,22 @@ def _expanded(words: Sequence[str], line: CommandLine[Any]) -> Iterator[str]:
             yield word
             continue
         value = value if equals else next(rest, "")
-        read = read_json(value) if flag == "--config" else parse_json(flag, value.encode())
-        yield from _words(read.root, "-" if flag == "--config" else flag)
+        if flag in sections:
+            yield from _flags(flag, parse_json(flag, value.encode()).root)
+        elif isinstance(content := read_json(value).root, dict):
+            for name, inner in content.items():
+                yield from _flags(f"--{name}", inner)
+        else:
+            raise UserError(f"--config {value} is not a JSON object; expected {{\"cfg\": {{...}}}}.")
 
 
-def _words(value: Any, flag: str) -> Iterator[str]:
+def _flags(name: str, value: Any) -> Iterator[str]:
+    """``value`` as the flag ``name``; if it is an object, each of its values as a flag below."""
     if isinstance(value, dict):
         for key, inner in cast(dict[str, Any], value).items():
-            yield from _words(inner, f"--{key}" if flag == "-" else f"{flag}.{key}")
+            yield from _flags(f"{name}.{key}", inner)
     elif value is not None:
-        yield f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
+        yield f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _refuse_others(words: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from mm.checkpoint.options import Options
 from mm.config.args import VitQkvOrder
 from mm.config.lora import ALPHAS_TEXT, Alpha
 from mm.config.model import EncoderPlacement
@@ -57,8 +56,7 @@ class ParallelConfig:
 
     llm_pp_layers: LayerLists = Field(title=_LISTS_TEXT, description=(
         "LLM layers per pipeline stage: [12,16] or 12,16; with virtual chunks one list for each, [[6,8],[6,8]]"))
-    vit_pp_layers: LayerLists = Field(
-        title=_LISTS_TEXT, description="ViT layers per pipeline stage, in the same form")
+    vit_pp_layers: LayerLists = Field(title=_LISTS_TEXT, description="ViT layers per pipeline stage, in the same form")
     tp_size: Count = Field(1, description="tensor-parallel size")
     vit_tp_size: NaturalNumber = Field(0, description="tensor-parallel size of the ViT: 0 or tp_size")
     encoder_placement: EncoderPlacement = Field("cut", description=(
@@ -94,7 +92,16 @@ class CommonModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RunConfig(Options):
+class ConversionConfig:
+    """Fields of every conversion."""
+
+    dry_run: bool = Field(default=False, description="print the plan with sizes, and write nothing")
+    overwrite: bool = Field(default=False, description="replace a target that is not empty")
+    num_workers: NaturalNumber = Field(default=0, description="threads; 0 = one per core")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig(ConversionConfig):
     """Fields of every conversion except merge_lora."""
 
     trust_remote_code: bool = Field(False, description="ignored: code in a model directory is never run")
@@ -172,7 +179,7 @@ class LoraMMToHFConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class MergeLoraConfig(Options):
+class MergeLoraConfig(ConversionConfig):
     """Adapters added to the weights of their model -> Hugging Face."""
 
     lora_dir: str = Field(description=(

@@ -1,14 +1,12 @@
-"""``verify`` checks that a directory is intact, reading every byte once; ``show`` prints what its headers contain.
-
-``diff``: compares two directories of any kind and layout bit by bit.
-"""
+"""Commands that only read: ``verify`` checks every byte of a directory, ``show`` lists its headers, ``diff`` compares
+two directories of any kind and layout bit by bit."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +14,8 @@ from torch import Tensor
 from mm.checkpoint.convert import HF_DIR, LAYOUT, num_threads
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import differences
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.source import Directory, Kind, Source, cure_of_damage, find, find_kind, open_hf, open_source
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import TrainingDirectory
@@ -30,15 +28,14 @@ from mm.weights.views import Stored, View, cut_dim, dtype_name, whole_view
 def verify_directory(path: Path, hf_dir: str | None, layout: Layout | None, num_workers: int) -> list[str]:
     """Compare every tensor with the manifest's checksum, and every bit with ``hf_dir`` if given.
 
-    ``path`` is in MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed if there is no manifest and the
-    files do not show it; 0 workers means one per core.  Returns lines on the successful checks.  Raises UserError
-    naming each file and tensor that is missing, damaged or left over.
+    ``path`` is in MindSpeed-MM's layout or a training checkpoint.  ``layout`` is needed if neither manifest nor files
+    show it; 0 workers means one per core.  Returns lines on the successful checks.
     """
     num_workers = num_threads(num_workers)
     directory = find(path, "--cfg.mm_dir")
     if isinstance(directory, HFDirectory):
         raise UserError(f"{path} is a Hugging Face directory, which has no checksums; compare two of them with diff.")
-    done = list(directory.notes)
+    done = list(directory.notes) if isinstance(directory, TrainingDirectory) else []
     if directory.stated is None and hf_dir is None:
         raise UserError(f"{path} has no {MANIFEST_FILE} to compare with; give {HF_DIR}.")
     if directory.stated is not None:
@@ -96,10 +93,7 @@ def _compare_with_hf(path: Path, hf_dir: str, layout: Layout | None, num_workers
 
 
 def show_directory(path: Path) -> list[str]:
-    """Lines on the layout, and on each file's size and dtypes.
-
-    Raises UserError if it is not a kind of directory that can be converted.
-    """
+    """Lines on the layout, and on each file's size and dtypes."""
     directory = find(path, "--cfg.dir")
     contents = directory.contents
     everything = [tensor for stored in contents.values() for tensor in stored.values()]
@@ -119,24 +113,17 @@ BLOCK_BYTES = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class DiffReport:
-    """The result of ``diff``."""
+class DiffReport(NamedTuple):
+    """The lines of a report, and whether both directories hold the same weights of the same model."""
 
     lines: tuple[str, ...]
-    """The report."""
     is_equal: bool
-    """Whether both directories hold the same weights of the same model."""
 
 
 def diff_directories(
     source_dir: str | Path, target_dir: str | Path, hf_dir: str | Path | None, num_workers: int
 ) -> DiffReport:
-    """Compare every tensor of the model.
-
-    ``hf_dir`` describes the model if neither directory does and it is not one of the published sizes; 0 workers means
-    one per core.  Raises UserError if a directory cannot be opened: unknown kind, damage, or an unknown model.
-    """
+    """Compare every tensor of the model, which ``hf_dir`` describes if neither directory does."""
     source, target = sides = _open_both(source_dir, target_dir, hf_dir)
     lines = [f"{side.path}: {side.kind.value}, {side.layout}" for side in sides]
     wrong = [f"the model: {one.field} is {one.first} in {source.path}, but {one.second} in {target.path}"

@@ -1,8 +1,8 @@
 """The demo from end to end: ``make demo`` or ``python -m demo.run``.
 
-A tiny Qwen2.5-VL with random weights learns to read scanned digits, in pictures and in short videos, on two CPU
+A tiny Qwen2.5-VL with random weights learns to read scanned digits, in images and in short videos, on two CPU
 processes, in pipeline stages whose layers mm-plan has chosen.  The run is interrupted and resumes under another
-parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out pictures and videos
+parallel layout, the result is exported, and ``transformers`` alone answers questions on held-out images and videos
 with it.  Then adapters for the export learn another question.  Every training step goes through the shell script that
 a user would run.  The losses of the first steps must match the golden ones of the device.  With
 ``--quick`` only these steps and a few steps of the adapters are trained, and no accuracy is required: that tests the
@@ -28,7 +28,7 @@ from demo.planned import Planner
 from demo.stages import ROOT, Clock, DemoError, run_python, run_script
 from mm.device.device import PLATFORMS
 from mm.errors import UserError
-from mm.run.watch.metrics import step_rows
+from mm.files import METRICS_FILE
 
 EXAMPLES = ROOT / "examples/qwen2.5vl"
 SEED = 0
@@ -61,9 +61,9 @@ class Plan:
     """With the adapters."""
 
 
-# The last 40 steps of the schedule are not worth their 13 seconds: the learning rate is below 1% of its peak there.
+# The last 100 steps of the schedule are not worth their half minute: the learning rate is below 5% of its peak there.
 FULL = Plan(
-    schedule_iters=800, train_iters=760, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
+    schedule_iters=800, train_iters=700, exit_iteration=400, num_held_out=None, minimum_accuracy=MINIMUM_ACCURACY,
     minimum_video_accuracy=MINIMUM_VIDEO_ACCURACY, even_odd_iters=100,
     minimum_even_odd_accuracy=MINIMUM_EVEN_ODD_ACCURACY,
 )  # fmt: skip
@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def demo(run: Run, plan: Plan) -> None:
-    """Run all stages in order; the README describes the files they leave."""
+    """Run all stages in order; docs/start.md describes the files they leave."""
     clock = Clock()
     _clear(run.directory)
     clock.stage("writing 1,797 scanned digits and a tiny checkpoint")
@@ -200,7 +200,7 @@ def demo(run: Run, plan: Plan) -> None:
 
 def prove(run: Run, dataset: digits.DigitsDataset, clock: Clock) -> float:
     """Answer with ``transformers`` alone; returns the largest difference between its logits and the trainer's."""
-    clock.stage("answering held-out pictures and videos with transformers alone")
+    clock.stage("answering held-out images and videos with transformers alone")
     run_python("demo.evaluate", [
         "--model", str(run.export), "--dataset", str(dataset.held_out),
         "--answers", str(run / "answers.json"), "--logits", str(run / "logits_transformers.safetensors"),
@@ -214,7 +214,7 @@ def prove(run: Run, dataset: digits.DigitsDataset, clock: Clock) -> float:
 
 
 def prepare(run: Run, plan: Plan) -> digits.DigitsDataset:
-    """Write pictures, dataset, checkpoint and the JSON files of both layouts."""
+    """Write images, dataset, checkpoint and the JSON files of both layouts."""
     dataset = digits.write(run / "digits", SEED, num_held_out_samples=plan.num_held_out)
     tiny_checkpoint.build(run / "checkpoint", digits.texts(dataset.train), SEED)
     data = json.loads((EXAMPLES / "data_tiny.json").read_text(encoding="utf-8"))
@@ -257,7 +257,8 @@ def variables(run: Run, plan: Plan, layout: Layout, load: Path) -> dict[str, str
 
 def read_metrics(run: Run, plan: Plan) -> list[dict]:
     """The steps in metrics.jsonl.  Raises DemoError unless both runs together have every iteration exactly once."""
-    records = step_rows(run.logs)
+    rows = map(json.loads, (run.logs / METRICS_FILE).read_text().splitlines())
+    records = [row for row in rows if row["kind"] == "step"]
     iterations = [record["iteration"] for record in records]
     if iterations != list(range(1, plan.train_iters + 1)):
         raise DemoError(f"metrics.jsonl has iterations {iterations}; expected 1 to {plan.train_iters}, once each")
@@ -265,18 +266,18 @@ def read_metrics(run: Run, plan: Plan) -> list[dict]:
 
 
 def read_answers(run: Run, dataset: digits.DigitsDataset) -> tuple[list[figures.Answer], list[figures.Answer]]:
-    """The answers on pictures and on videos."""
+    """The answers on images and on videos."""
     samples = json.loads(dataset.held_out.read_text(encoding="utf-8"))
     given = json.loads((run / "answers.json").read_text(encoding="utf-8"))
-    of_pictures, of_videos = [], []
+    of_images, of_videos = [], []
     for sample, answer in zip(samples, given, strict=True):
         (name,) = (*sample["images"], *sample["videos"])
         path = dataset.directory / name
         frames = evaluate.read_video(path)[0] if sample["videos"] else [Image.open(path).convert("L")]
-        (of_videos if sample["videos"] else of_pictures).append(
+        (of_videos if sample["videos"] else of_images).append(
             figures.Answer(frames, evaluate.expected_answer(sample), answer)
         )
-    return of_pictures, of_videos
+    return of_images, of_videos
 
 
 def _accuracy(answers: list[figures.Answer]) -> float:
@@ -302,7 +303,7 @@ def conclude(run: Run, plan: Plan, summary: dict, learnt: even_odd.Learnt) -> No
     if difference > MAXIMUM_LOGITS_DIFFERENCE:
         raise DemoError(f"the exported logits differ by {difference:.2e}; at most {MAXIMUM_LOGITS_DIFFERENCE} allowed")
     accuracy, video_accuracy = summary["held_out_accuracy"], summary["held_out_video_accuracy"]
-    for what, found, due in (("pictures", accuracy, plan.minimum_accuracy),
+    for what, found, due in (("images", accuracy, plan.minimum_accuracy),
                              ("videos", video_accuracy, plan.minimum_video_accuracy)):  # fmt: skip
         if found < due:
             raise DemoError(f"{found:.1%} of the answers on held-out {what} are right; {due:.0%} are required")

@@ -21,7 +21,7 @@ from mm.batch import Microbatch  # noqa: E402
 from mm.checkpoint.source import open_to_train  # noqa: E402
 from mm.config.data import DataConfig, read_data  # noqa: E402
 from mm.config.model import ModelConfig, read_model  # noqa: E402
-from mm.data.encode.encoder import SampleEncoder  # noqa: E402
+from mm.data.encode import SampleEncoder  # noqa: E402
 from mm.data.index.dataset import Dataset  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.model.stage import Chunk, Stage  # noqa: E402

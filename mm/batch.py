@@ -1,5 +1,6 @@
 """Types that data, engine and model share: a packed microbatch, the totals of a batch, the plan of a step."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -24,8 +25,7 @@ counts as an image everywhere, because the ViT processes its temporal slices sep
 class Normalisation:
     """How an image's bytes become numbers, by channel: (byte / divisor - mean) / std.
 
-    For images the divisor is 255.  For videos it is 1, and mean and std are 255 times the checkpoint's, to match
-    transformers' rounding.
+    Videos have the divisor 1, and mean and std 255 times the checkpoint's, to match transformers' rounding.
     """
 
     divisor: float
@@ -44,11 +44,10 @@ _ROWS_AT_A_TIME = 16_384
 def normalised(
     patches: Tensor, constants: Tensor, dtype: torch.dtype = torch.float32, into: Tensor | None = None
 ) -> Tensor:
-    """Bytes [num_patches, 3 x frames x side x side] as numbers, rounded to ``dtype`` at the end.
+    """Bytes [num_patches, 3 x frames x side x side] as numbers, rounded to ``dtype`` at the end; ``into``: where to.
 
-    Three roundings in float32, not one fused multiply-add: this is what transformers' numpy code rounds to, for every
-    byte.  All divisors are tensors, because CUDA replaces a division by a Python number with a product with its
-    reciprocal.  ``into``: the tensor to write to, instead of a new one.
+    Three roundings in float32, not one fused multiply-add, as in transformers' numpy code.  Divisors are tensors,
+    because CUDA replaces a division by a Python number with a product with its reciprocal.
     """
     numbers = torch.empty(patches.shape, dtype=dtype, device=patches.device) if into is None else into
     divisor, mean, std = constants
@@ -61,10 +60,7 @@ def normalised(
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples packed one after another as segments; nothing is padded.
-
-    All tensors are on the CPU.  ``image_grids`` are in the order in which the images appear in ``token_ids``.
-    """
+    """Samples packed one after another as segments; nothing is padded, and all tensors are on the CPU."""
 
     token_ids: Tensor
     """int64 [num_tokens]"""
@@ -76,6 +72,7 @@ class Microbatch:
     segment_lengths: tuple[int, ...]
     """Tokens of each sample."""
     image_grids: tuple[Grid, ...]
+    """In the order of the images in ``token_ids``."""
     pixel_values: Tensor | None
     """uint8 [num_patches, channels x frames x height x width].  In a ``StepPlan``, only for the images that
     ``image_ranks`` gives this rank; None without images, and on every rank without the patch embedding."""
@@ -99,11 +96,7 @@ class Microbatch:
 
     @classmethod
     def join(cls, microbatches: Iterable["Microbatch"]) -> "Microbatch":
-        """Concatenate microbatches, shortest first; those of equal length keep their order.
-
-        The loss is a sum over tokens, so their order inside a microbatch does not matter, and adjacent segments of
-        equal length can share one attention call.
-        """
+        """Concatenate microbatches, shortest first: adjacent segments of equal length share one attention call."""
         ordered = sorted(microbatches, key=lambda one: one.num_tokens)
         pixels = [one.pixel_values for one in ordered if one.pixel_values is not None]
         features = [one.features for one in ordered if one.features is not None]
@@ -202,11 +195,9 @@ def encoder_batches_of(microbatches: Sequence[Microbatch], size: int) -> list[tu
 
 
 def encoder_batches(skip_vision: Sequence[bool | None], size: int) -> list[tuple[int, ...]]:
-    """The numbers of the microbatches whose images pass the ViT together: of every ``size`` consecutive microbatches,
-    those with images.
+    """The numbers of the microbatches whose images pass the ViT together, of every ``size`` consecutive ones.
 
-    ``skip_vision``: whether each skips the ViT, None without images.  Those that skip it form batches of their own,
-    which pass only the projector.
+    ``skip_vision``: whether each skips the ViT, None without images.  Those that do pass only the projector, together.
     """
     found: dict[tuple[int, bool], list[int]] = {}
     for number, skips in enumerate(skip_vision):
@@ -228,10 +219,10 @@ class Images(IntFlag):
 
 
 def image_passes(microbatches: Sequence[Microbatch], size: int) -> tuple[Images, ...]:
-    """``Images`` of each microbatch.
+    """``Images`` of each microbatch; ``size``: as in ``encoder_batches``.
 
-    ``size``: as in ``encoder_batches``.  Images that pass the ViT together do so in the forward pass of their first
-    microbatch, and their gradients flow back in the backward pass of their last.
+    Images that pass the ViT together do so in the forward pass of their first microbatch, and their gradients flow back
+    in the backward pass of their last.
     """
     found = [Images.NONE] * len(microbatches)
     for batch in encoder_batches_of(microbatches, size):
@@ -253,19 +244,14 @@ def image_pairs(grid: Grid) -> int:
 
 
 def window_pairs(grid: Grid, window: int) -> int:
-    """Pairs of patches in a layer with windows of ``window`` patches a side."""
-    t, h, w = grid
-    return t * _squares(h, window) * _squares(w, window)
+    """Pairs of patches in a layer with windows of ``window`` patches a side; the last ones of a side may be smaller."""
+    t, *sides = grid
+    return t * math.prod(window**2 * (side // window) + (side % window) ** 2 for side in sides)
 
 
 def samples_text(samples: tuple[int, ...]) -> str:
     """The end of a sentence that names a microbatch's ``samples``; empty if they are not known."""
     return f" (samples {' '.join(map(str, samples))})" if samples else ""
-
-
-def _squares(size: int, window: int) -> int:
-    """Sum of squares of the pieces into which windows cut one side of ``size`` patches."""
-    return window**2 * (size // window) + (size % window) ** 2
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
-"""What the commands have in common on a console: shell completion, and what is a flag.
+"""What the commands have in common on a console: words that are flags, shell completion, and the progress of long work.
 
-A completion script holds the flags and their values as they were when it was written, so TAB starts no Python.
-
-Progress of long work: a bar on a terminal, otherwise a line after ten seconds and then every half minute.
-
-The lines in a job's log show that it is alive, and how long it will take.
+A completion script lists flags and values, so TAB starts no Python.  Progress is a bar on a terminal; in a job's log it
+is a line after ten seconds and then every half minute.
 """
 
 import re
@@ -12,13 +9,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import TypeVar
-
-from tqdm import tqdm
 
 from mm.environment import without_collection
 from mm.errors import printable
@@ -34,14 +29,27 @@ SHELLS = ("bash", "zsh")
 COMMON: Mapping[str, Sequence[str]] = {"--help": (), "--version": (), COMPLETION: SHELLS}
 """The flags of every command, with the words that they take."""
 _MOST_DIGITS = 18
-NEGATIVE = re.compile(r"-([\d.\[]|inf|nan)", re.IGNORECASE)
+_NEGATIVE = re.compile(r"-([\d.\[]|inf|nan)", re.IGNORECASE)
 """How a negative number begins, in any notation."""
+
+
+def whole_number(text: str) -> int | None:
+    """The number of at least 0 that ``text`` is; None for other text, and above 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag, not a value such as -, -1e-3, -.5, -inf or the -1, of a list."""
+    return word.startswith("-") and word != "-" and not _NEGATIVE.match(word)
+
+
+# Shell completion
+
 _FILES_TOO = "-o default -o bashdefault"
 """Options of ``complete``: where the function offers nothing, offer files."""
 _ZSH_START = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit }
 (( $+functions[complete] )) || { autoload -U +X bashcompinit && bashcompinit }
 """
-"""Loads what the function needs in zsh, unless that is loaded already: compinit takes a moment."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,15 @@ def completion_script(shell: str, program: str, completed: Completed) -> str:
     name = f"_{program.replace('-', '_')}"
     places = list(completed.places())
     inner = " | ".join(shlex.quote(place) for place, _ in places[1:]) or "/"
-    flags = "\n".join(f"            {shlex.quote(place)}) offered={shlex.quote(' '.join(one.flags))} ;;"
-                      for place, one in places)
-    values = "\n".join(f"            {shlex.quote(f'{place} {flag}')}) offered={shlex.quote(' '.join(words))} ;;"
-                       for place, one in places for flag, words in one.flags.items() if words)
-    commands = "\n".join(f"            {shlex.quote(f'{place} ')}) offered={shlex.quote(' '.join(_words(one)))} ;;"
-                         for place, one in places if _words(one))
+
+    def cases(offered: Iterable[tuple[str, Iterable[str]]]) -> str:
+        return "\n".join(f"            {shlex.quote(case)}) offered={shlex.quote(' '.join(words))} ;;"
+                         for case, words in offered)
+
+    flags = cases((place, one.flags) for place, one in places)
+    values = cases((f"{place} {flag}", words) for place, one in places for flag, words in one.flags.items() if words)
+    commands = cases((f"{place} ", words) for place, one in places
+                     if (words := [word for word in one.commands if not word.startswith("-")]))
     start = apart = ""
     end = f"complete {_FILES_TOO} -F {name} {program}\n"
     if shell == "zsh":
@@ -107,24 +118,12 @@ def completion_script(shell: str, program: str, completed: Completed) -> str:
 {end}"""
 
 
-def _words(completed: Completed) -> list[str]:
-    return [word for word in completed.commands if not word.startswith("-")]
-
-
-def whole_number(text: str) -> int | None:
-    """The number of at least 0 that ``text`` is; None for other text, and above 18 digits."""
-    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
-
-
-def is_flag(word: str) -> bool:
-    """Whether a word of a command line is a flag, not a value such as -, -1e-3, -.5, -inf or the -1, of a list."""
-    return word.startswith("-") and word != "-" and not NEGATIVE.match(word)
-
+# Progress
 
 Item = TypeVar("Item")
 
 FIRST_SECONDS = 10.0
-"""Seconds before the first line without a terminal; shorter work prints none, as nobody waits in front of a log."""
+"""Seconds before the first line without a terminal."""
 EVERY_SECONDS = 30.0
 """Seconds between two lines."""
 _DELAY_SECONDS = 2.0
@@ -134,11 +133,8 @@ _BEAT_SECONDS = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-class Progress:
-    """Context that shows the progress of ``total`` parts of work, of which ``done`` are already done.
-
-    Any thread may call ``update``.
-    """
+class Progress(AbstractContextManager["Progress"]):
+    """Context that shows the progress of ``total`` parts of work, of which ``done`` are already done."""
 
     def __init__(
         self, what: str, total: int | None = None, unit: str = "", done: int = 0, is_shown: bool = True
@@ -147,8 +143,10 @@ class Progress:
 
         ``is_shown`` is False on ranks that show nothing, because another rank does.
         """
-        self._what, self._total, self._unit, self._done = printable(what), total, unit, done
-        self._done_before = done
+        from tqdm import tqdm  # not at the top: mm-doctor also starts where no package is installed
+
+        self.done = done
+        self._what, self._total, self._unit, self._done_before = printable(what), total, unit, done
         self._lock, self._is_bytes = Lock(), unit == "B"
         has_terminal = sys.stderr.isatty()
         self._prints = is_shown and not has_terminal
@@ -159,15 +157,10 @@ class Progress:
                          unit_scale=self._is_bytes, unit_divisor=1024, delay=_DELAY_SECONDS,
                          disable=not (is_shown and has_terminal))
 
-    @property
-    def done(self) -> int:
-        """How many parts are done."""
-        return self._done
-
     def update(self, count: int = 1) -> None:
-        """Count ``count`` more parts as done."""
+        """Count ``count`` more parts as done; any thread may call it."""
         with self._lock:
-            self._done += count
+            self.done += count
             self._bar.update(count)
             now = time.monotonic()
             if self._prints and now >= self._next_print:
@@ -181,9 +174,6 @@ class Progress:
                 yield item
                 self.update()
 
-    def __enter__(self) -> "Progress":
-        return self
-
     def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(is_whole=error is None)
 
@@ -193,18 +183,17 @@ class Progress:
         if self._has_printed and is_whole:
             self._print(time.monotonic(), " in all")
 
-    def _print(self, now: float, more: str = "") -> None:
-        of_total = f" of {self._counted(self._total)} ({self._done / self._total:.0%})" if self._total else ""
-        sys.stderr.write(f"{self._what}: {self._counted(self._done)}{of_total}{'' if self._is_bytes else ' '}"
-                         f"{'' if self._is_bytes else self._unit}, {duration(now - self._began)}{more}\n")
-        sys.stderr.flush()
+    def _print(self, now: float, more: str) -> None:
+        of_total = f" of {self._counted(self._total)} ({self.done / self._total:.0%})" if self._total else ""
+        unit = "" if self._is_bytes else f" {self._unit}"
+        _print_line(f"{self._what}: {self._counted(self.done)}{of_total}{unit}, {duration(now - self._began)}{more}")
 
     def _left(self, now: float) -> str:
         """The time that the rest will take if it goes on like the parts that this process has done."""
-        num_done = self._done - self._done_before
-        if self._total is None or num_done <= 0 or self._done >= self._total:
+        num_done = self.done - self._done_before
+        if self._total is None or num_done <= 0 or self.done >= self._total:
             return ""
-        return f", about {duration((now - self._began) * (self._total - self._done) / num_done)} left"
+        return f", about {duration((now - self._began) * (self._total - self.done) / num_done)} left"
 
     def _counted(self, number: int) -> str:
         if not self._is_bytes:
@@ -214,18 +203,17 @@ class Progress:
 
 
 @contextmanager
-def ongoing(what: str, is_shown: bool = True, usual_seconds: float | None = None) -> Iterator[None]:
+def ongoing(what: str, is_shown: bool = True) -> Iterator[None]:
     """Show that work without countable parts goes on, and for how long, until the body ends.
 
-    ``usual_seconds``: what the same work took before, if known.  The body must not show a ``Progress`` of its own.
+    The body must not show a ``Progress`` of its own.
     """
     if not is_shown:
         yield
         return
     ended = Event()
     shows = _show_seconds if sys.stderr.isatty() else _print_seconds
-    usual = "" if usual_seconds is None else f" of about {duration(usual_seconds)}"
-    thread = Thread(target=shows, args=(printable(what), usual, ended), name="progress", daemon=True)
+    thread = Thread(target=shows, args=(printable(what), ended), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -241,21 +229,27 @@ def loading(is_shown: bool = True, what: str = "loading the libraries") -> Itera
         yield
 
 
-def _show_seconds(what: str, usual: str, ended: Event) -> None:
+def _show_seconds(what: str, ended: Event) -> None:
     if ended.wait(_DELAY_SECONDS):
         return
-    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}{postfix}", postfix=usual, leave=False) as bar:
+    from tqdm import tqdm
+
+    with tqdm(desc=what, initial=1, bar_format="{desc}: {elapsed}", leave=False) as bar:
         bar.start_t -= _DELAY_SECONDS
         while not ended.wait(_BEAT_SECONDS):
             bar.refresh()
 
 
-def _print_seconds(what: str, usual: str, ended: Event) -> None:
+def _print_seconds(what: str, ended: Event) -> None:
     began, seconds = time.monotonic(), FIRST_SECONDS
     while not ended.wait(seconds):
         seconds = EVERY_SECONDS
-        sys.stderr.write(f"{what}: {duration(time.monotonic() - began)}{usual or ' so far'}\n")
-        sys.stderr.flush()
+        _print_line(f"{what}: {duration(time.monotonic() - began)} so far")
+
+
+def _print_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def duration(seconds: float) -> str:

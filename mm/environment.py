@@ -68,7 +68,7 @@ def declared() -> "list[Requirement]":
 
 
 def declared_names() -> list[str]:
-    """The names alone, for a Python without ``packaging``."""
+    """Their names, for a Python without ``packaging``."""
     return [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in _requires() if ";" not in one]
 
 
@@ -76,17 +76,11 @@ def _requires() -> list[str]:
     return (importlib.metadata.requires(DISTRIBUTION) or []) if installed(DISTRIBUTION) else []
 
 
-def is_outside(requirement: "Requirement", version: str) -> bool:
-    """Whether ``version`` is not one that was tested."""
-    return not requirement.specifier.contains(version, prereleases=True)
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Keep the garbage collector from running in the body, which imports modules, and from scanning them later.
 
-    It would scan the growing number of functions and classes again and again: a third of the time that a command needs
-    to start.
+    It takes a third of the time that a command needs to start.
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -106,10 +100,7 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True)
 class Launched:
-    """This process among the ranks of its launcher; the numbers of a process that no launcher started are the defaults.
-
-    A variable without a number counts as absent; ``launcher_problems`` reports it.
-    """
+    """This process among the ranks of its launcher, by environment variables; one without a number counts as absent."""
 
     rank: int = 0
     num_ranks: int | None = None

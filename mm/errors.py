@@ -1,6 +1,4 @@
-"""Errors: one exception for everything that a user can fix, and how problems are collected into it.
-
-Notes: what a user should know about valid settings.
+"""One exception for everything that a user can fix, and how problems are collected into it; notes on valid settings.
 
 Notes on what changes results are printed at every start.  Settings without effect are only counted there, and listed
 on request.
@@ -10,9 +8,13 @@ import difflib
 import errno
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 _CUTOFF = 0.6
 """How similar words must be (``difflib``'s ratio) for one to be a misspelling of the other."""
@@ -37,8 +39,6 @@ class UserError(ValueError):
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, marks that change the writing direction, and lone surrogates."""
-
-
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s@\"']*@")
 """``user:password@`` of a URL."""
 _SIGNED = re.compile(
@@ -93,13 +93,6 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError(found)
 
 
-def refuse_special(path: Path) -> None:
-    """Raise UserError for a pipe, socket or device where a file is expected: a directory from elsewhere may contain
-    one, and opening it can block forever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: is not a regular file but a pipe, a socket or a device; copy or download it again.")
-
-
 @contextmanager
 def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     """Append errors raised inside to ``problems``, so that all problems are reported together."""
@@ -110,6 +103,13 @@ def collected(problems: list[str], prefix: str = "") -> Iterator[None]:
     except OSError as error:
         # only a failed opening names the file, not a failed read
         problems.append(f"{prefix}{error.filename or 'a file'}: cannot be read: {error.strerror or error}")
+
+
+def attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
+    """The result of ``read``, or None if nothing is ``given`` or after adding its ``problems``."""
+    with collected(problems):
+        return read(given) if given else None
+    return None
 
 
 def file_error(error: OSError) -> UserError | None:
@@ -126,8 +126,7 @@ def reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = file_error(error)
-        if problem is None:
+        if (problem := file_error(error)) is None:
             raise
         raise problem from error
 
@@ -157,8 +156,7 @@ def writing(path: str | Path, flag: str = "") -> Iterator[None]:
 def add_note(error: BaseException, note: str) -> None:
     """Say below ``error`` what the program was doing.
 
-    Python 3.10 has no notes: there the note becomes a line of the message, unless the error has more than its message,
-    as an OSError has.
+    Without notes (Python 3.10), it becomes a line of the message, unless the error has more than its message.
     """
     if sys.version_info >= (3, 11):
         error.add_note(note)
@@ -169,8 +167,7 @@ def add_note(error: BaseException, note: str) -> None:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, or an empty string.
 
-    Each piece of ``word`` (between ``-``, ``_`` and ``.``) must be close to a piece of the known word, or begin with
-    it.
+    Each piece of ``word`` must be close to a piece of the known word, or begin with it.
     """
     close = difflib.get_close_matches(word, list(known), n=5, cutoff=_CUTOFF)
     match = next((one for one in close if all(

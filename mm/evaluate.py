@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm.config.evaluate import EVALUATE, Evaluating, load_evaluating
 from mm.config.generate import kept_answers
-from mm.console import ongoing
-from mm.process import end_with_launcher, run_command, status_of
+from mm.console import loading, ongoing
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
 if TYPE_CHECKING:
     from mm.generation.session import Session
@@ -22,8 +22,7 @@ PAGE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
-    Ctrl-C."""
+    """Evaluate and return the exit status: 0, 2 after reporting every mistake of the user, or 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: kept_answers(EVALUATE, words), is_rank=True)
 
@@ -36,7 +35,8 @@ def _run(words: Sequence[str]) -> int:
 
 def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.session import opened
+    with loading(is_first_rank()):
+        from mm.generation.source import opened
 
     read: list[Items] = []  # on rank 0; the other ranks have no use for the questions
 
@@ -48,7 +48,7 @@ def evaluate(evaluating: Evaluating) -> int:
         return read[0].notes
 
     with opened(evaluating.asking, read_questions) as (session, phase):
-        from mm.generation.batches import answer_file
+        from mm.generation.answers import answer_file
         from mm.generation.prompts import Prompt
         from mm.parallel.agreement import on_first
         from mm.scoring.results import ANSWERS, check_settings
@@ -77,23 +77,16 @@ def _settings(evaluating: Evaluating, session: "Session") -> dict[str, Any]:
 
 def _finish(evaluating: Evaluating, items: "Items", settings: dict[str, Any]) -> None:
     """Write scores, page and files, and print the scores."""
+    from mm.scoring import results
     from mm.scoring.questions import title_of
-    from mm.scoring.results import (
-        ANSWERS,
-        read_answers,
-        report,
-        results_page,
-        write_peer_files,
-        write_results,
-        write_text,
-    )
 
     folder = Path(evaluating.output)
-    found, scores = write_results(folder, items, title_of(evaluating), read_answers(folder / ANSWERS))
-    write_text(folder / PAGE, results_page(scores, settings, found))
+    answers = results.read_answers(folder / results.ANSWERS)
+    found, scores = results.write_results(folder, items, title_of(evaluating), answers)
+    results.write_text(folder / PAGE, results.results_page(scores, settings, found))
     if evaluating.peer_model is not None:
-        write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
-    print(report(scores).text(), flush=True)
+        results.write_peer_files(folder, evaluating.peer_model, evaluating.peer_dataset, items.rule, found)
+    print(results.report(scores).text(), flush=True)
 
 
 if __name__ == "__main__":

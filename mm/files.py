@@ -1,10 +1,6 @@
-"""Small files that are replaced atomically, lists that grow line by line, and JSON that may be damaged.
+"""Small files: replaced atomically, read by line although a line may be incomplete, and JSON that may be damaged.
 
-A reader of a replaced file sees the old one or the new one.  A process killed while it appends a line may leave part of
-the line, which readers ignore.
-
-Directories that a program will write: whether they can be written, whether two are the same, and the names of the
-files that a run leaves in ``--log-dir``.
+Also directories that a program will write, and the names of the files that a run leaves in ``--log-dir``.
 """
 
 import errno
@@ -77,9 +73,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def wait_until_visible(path: Path, seconds: float) -> bool:
-    """Wait for a file that exists, but that a network file system may not show to this machine yet: it caches the
-    content of a directory for up to a minute.  Returns whether the file was seen in time.
-    """
+    """Whether a file is seen in time that exists, but that a network file system may show up to a minute late."""
     until = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > until:
@@ -92,10 +86,7 @@ def wait_until_visible(path: Path, seconds: float) -> bool:
 
 
 def sha256(stream: IO[bytes]) -> str:
-    """SHA-256 of the rest of ``stream`` as hexadecimal digits, in little memory.
-
-    ``hashlib.file_digest`` does it from Python 3.11 on.
-    """
+    """SHA-256 of the rest of ``stream`` as hexadecimal digits; ``hashlib.file_digest`` needs Python 3.11."""
     found = hashlib.sha256()
     while block := stream.read(_READ_BYTES):
         found.update(block)
@@ -119,8 +110,7 @@ def json_object(raw: bytes | str) -> dict[str, Any]:
 
 
 def complete(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Those of ``lines``, such as an open file, that end with a newline, which they keep; a killed process may leave an
-    incomplete last line."""
+    """``lines`` without an incomplete last line, which a killed process may leave."""
     return (line for line in lines if line.endswith(b"\n"))
 
 

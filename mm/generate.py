@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from mm.config.generate import GENERATE, Asking, GenerateArguments, kept_answers, load_asking
-from mm.process import end_with_launcher, run_command, status_of
+from mm.console import loading
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 130 after
-    Ctrl-C."""
+    """Answer and return the exit status: 0, 2 after reporting every mistake of the user, or 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _run(words), lambda: kept_answers(GENERATE, words), is_rank=True)
 
@@ -26,13 +26,13 @@ def _run(words: Sequence[str]) -> int:
 
 def answer(asking: Asking[GenerateArguments]) -> int:
     """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
-    from mm.generation.session import opened
+    with loading(is_first_rank()):
+        from mm.generation.source import opened
 
     args = asking.args
     with opened(asking) as (session, phase):
-        from mm.generation.batches import answer_file
+        from mm.generation.answers import Chat, answer_file, ask_once
         from mm.generation.prompts import prompt_of, read_prompts
-        from mm.generation.terminal import Chat, ask_once
 
         path = args.prompts
         if path is not None and args.output is not None:

@@ -25,8 +25,7 @@ _NAME_SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch the ranks; return 0 if all of them succeed, 2 for a missing package or a host or port that cannot be
-    used, or 128 plus the number of the signal that ended them early.
+    """Launch the ranks; return 0 if all succeed, 2 if they cannot start, or 128 plus the number of a signal.
 
     The ranks themselves report the interruption and what is kept.
     """
@@ -78,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown_host(args: Namespace) -> str | None:
-    """The problem if this machine cannot resolve the name of the master of several nodes; torchrun would retry for 15
-    minutes.  This retries for ``_NAME_SECONDS``, because a cluster may publish the name late."""
+    """The problem if this machine cannot resolve the name of the master of several nodes.
+
+    torchrun would retry for 15 minutes; this does for ``_NAME_SECONDS``, because a cluster may publish the name late.
+    """
     if args.nnodes in ("1", "1:1") or args.standalone or args.rdzv_endpoint:
         return None
     until = time.monotonic() + _NAME_SECONDS

@@ -1,9 +1,8 @@
 """Lock files: one run at a time per directory, and one process that builds an index while others wait.
 
 A lock file names its owner: a process, its host and start time.  The owner sets the file's modification time every
-``BEAT_SECONDS``, and removes the file at the end.  The only requirement on a disk that several hosts share, such as
-NFS, Lustre or GPFS, is that exactly one process can create a file; the operating system's locks do not work across
-hosts on all of them.
+``BEAT_SECONDS``, and removes the file at the end.  A disk that several hosts share, such as NFS, Lustre or GPFS, need
+only let exactly one process create a file; the system's file locks do not work across hosts on all of them.
 
 An owner on this kernel is looked up in the process table.  One on another host counts as dead if the file has not
 changed for ``SILENT_SECONDS`` by the clock of the process that waits, because clocks of two hosts may differ.
@@ -17,12 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-
-from typing_extensions import Self
 
 from mm.errors import UserError, refuse, writing
 from mm.files import json_object, regular
@@ -71,11 +68,12 @@ class Owner:
             return None
         found = began(self.pid)
         if found is None:
-            with suppress(ProcessLookupError):
-                try:
-                    os.kill(self.pid, 0)
-                except PermissionError:  # another user's process, which /proc may hide
-                    return True
+            try:
+                os.kill(self.pid, 0)
+            except PermissionError:  # another user's process, which /proc may hide
+                return True
+            except ProcessLookupError:
+                return False
         return found == self.started
 
     def __str__(self) -> str:
@@ -152,7 +150,7 @@ class Lock:
                         self.path.unlink()
 
 
-class Claim:
+class Claim(AbstractContextManager["Claim"]):
     """The directories that a run has locked; none on most ranks."""
 
     def __init__(self) -> None:
@@ -164,8 +162,11 @@ class Claim:
 
         Raises UserError, and releases all directories, if another run holds one of them, or it cannot be written.
         """
+        files: dict[Path, str] = {}  # of two flags with one directory, the first
+        for flag, directory in directories.items():
+            files.setdefault(Path(directory).resolve() / LOCK_FILE, f"{flag} {directory}")
         try:
-            for path, flag in _lock_files(directories).items():
+            for path, flag in files.items():
                 with writing(path, flag):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     lock = Lock(path)
@@ -196,9 +197,6 @@ class Claim:
         for lock, _ in self._locks:
             lock.release()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
@@ -207,8 +205,7 @@ class Claim:
 def making(path: Path, what: str) -> Iterator[None]:
     """Hold the lock ``path`` while ``what`` is created; waits for another process that creates it, and says so.
 
-    The holder must check whether another process has created it.  If an owner continues after it counted as dead, both
-    create it, which only costs time.  Raises OSError if the folder cannot be written.
+    The holder must check whether another process has created it.  Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock, start, due = Lock(path), time.monotonic(), _NOTE_SECONDS
@@ -224,17 +221,11 @@ def making(path: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def _lock_files(directories: Mapping[str, str]) -> dict[Path, str]:
-    """The lock file of each directory, once, with the first flag that gave it."""
-    found: dict[Path, str] = {}
-    for flag, directory in directories.items():
-        found.setdefault(Path(directory).resolve() / LOCK_FILE, f"{flag} {directory}")
-    return found
-
-
 def _look(path: Path) -> tuple[bytes, int] | None:
-    """Content and modification time of the file, which is opened again, so that a shared disk asks its server; None if
-    there is no file.  Raises OSError for anything but a regular file."""
+    """Content and modification time of the file; None if there is none.
+
+    Opens the file each time, so that a shared disk asks its server.  Raises OSError for anything but a regular file.
+    """
     try:
         with open(path, "rb", opener=lambda name, flags: regular(name, flags | os.O_NOFOLLOW)) as stream:
             return stream.read(), os.fstat(stream.fileno()).st_mtime_ns
@@ -245,8 +236,8 @@ def _look(path: Path) -> tuple[bytes, int] | None:
 def _remove(path: Path, left: tuple[bytes, int]) -> None:
     """Remove the lock file if it is still ``left``, not one that another process has created meanwhile.
 
-    A file lock lets one process at a time compare and remove.  If the disk has no locks across hosts, two hosts may do
-    so at once; then ``is_lost`` finds the loss.
+    A file lock lets one process at a time compare and remove.  If the disk has no locks across hosts, ``is_lost`` finds
+    that two hosts did so at once.
     """
     with ExitStack() as stack:
         with suppress(OSError):  # the disk has no locks at all, or the file is another user's

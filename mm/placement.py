@@ -58,11 +58,7 @@ class Placement:
         language_counts = [count for chunk in language for count in chunk]
         problems = layout_problems(vision, language, sum(vision_counts), sum(language_counts))
         assert not problems, problems
-        return cls(
-            slots=_slots(vision_counts, language_counts, len(vision[0])),
-            num_stages=len(vision[0]),
-            num_chunks=len(vision),
-        )
+        return cls(_slots(vision_counts, language_counts, len(vision[0])), len(vision[0]), len(vision))
 
     def __getitem__(self, where: int | tuple[int, int]) -> StageSpec:
         stage, chunk = where if isinstance(where, tuple) else (where, 0)
@@ -101,34 +97,28 @@ def _slots(vision_counts: list[int], language_counts: list[int], num_stages: int
             return Message.HIDDEN_STATES
         return Message.VISUAL_TOKENS if slot >= with_vision[-1] else Message.PATCHES
 
-    slots: list[StageSpec] = []
-    for slot in range(len(vision_counts)):
-        vision_start, language_start = sum(vision_counts[:slot]), sum(language_counts[:slot])
-        slots.append(
-            StageSpec(
-                stage=slot % num_stages,
-                chunk=slot // num_stages,
-                vision_layers=range(vision_start, vision_start + vision_counts[slot]),
-                has_patch_embedding=slot == with_vision[0],
-                has_projector=slot == with_vision[-1],
-                language_layers=range(language_start, language_start + language_counts[slot]),
-                has_embedding=slot == with_language[0],
-                has_head=slot == with_language[-1],
-                receives=message_after(slot - 1),
-                sends=message_after(slot),
-            )
+    return tuple(
+        StageSpec(
+            stage=slot % num_stages,
+            chunk=slot // num_stages,
+            vision_layers=range(sum(vision_counts[:slot]), sum(vision_counts[: slot + 1])),
+            has_patch_embedding=slot == with_vision[0],
+            has_projector=slot == with_vision[-1],
+            language_layers=range(sum(language_counts[:slot]), sum(language_counts[: slot + 1])),
+            has_embedding=slot == with_language[0],
+            has_head=slot == with_language[-1],
+            receives=message_after(slot - 1),
+            sends=message_after(slot),
         )
-    return tuple(slots)
+        for slot in range(len(vision_counts))
+    )
 
 
 def layout_problems(
-    vision: PipelineLayout,
-    language: PipelineLayout,
-    vision_num_layers: int,
-    language_num_layers: int,
+    vision: PipelineLayout, language: PipelineLayout, vision_num_layers: int, language_num_layers: int,
     vision_key: str = "image_encoder.vision_encoder.pipeline_num_layers",
     language_key: str = "text_decoder.pipeline_num_layers",
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """All problems with a pair of ``[chunk][stage]`` lists; empty if they are legal.
 
     ``vision_key`` and ``language_key`` name the lists in messages: keys of the model JSON, or flags of the converter.

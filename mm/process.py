@@ -1,4 +1,4 @@
-"""How a program runs and ends: signals that stop it, its messages and exit status, and what its process may use."""
+"""How a program runs and ends: signals that stop it, its launcher and processes, its messages and its exit status."""
 
 import io
 import json
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _AGAIN_SECONDS = 2.0
-"""A signal may reach a rank several times: from the terminal, the launcher and the scheduler.  One that comes this long
-after the first is a second request."""
+"""A signal may come from terminal, launcher and scheduler at once; one this much later is a second request."""
 _REMINDER_SECONDS = 1.0
 """Seconds between two checks whether ``Stopped`` was swallowed, as some imports do."""
 
@@ -40,7 +39,7 @@ Handler = signal.Handlers | Callable[[int, FrameType | None], object] | int | No
 
 
 def status_after(number: int) -> int:
-    """The exit status that shells and schedulers expect of a program that this signal has ended."""
+    """The exit status that shells and schedulers expect of a program that a signal has ended."""
     return 128 + number
 
 
@@ -117,8 +116,7 @@ class StopSignals:
             raise Stopped(self.received)
 
     def _watch(self, reader: int) -> None:
-        """Read the numbers of arriving signals, and end the process at a second request.  Remind the main thread until
-        it ends."""
+        """Read the numbers of arriving signals, end the process at a second request, and remind the main thread."""
         first = None
         with open(reader, "rb", buffering=0) as pipe:
             while True:
@@ -158,15 +156,11 @@ _LAUNCHED = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in its ranks; its value identifies the launch."""
 _BEAT_SECONDS = 1.0
 _PORTS = range(20_000, 32_768)
-"""Below Linux's ephemeral ports (``ip_local_port_range``): another process would often take one of those in the seconds
-before the launcher listens."""
+"""Below Linux's ephemeral ports (``ip_local_port_range``), which another process may take in the meantime."""
 
 
 def end_with_launcher() -> None:
-    """Make this process end when torchrun dies, even if torchrun was killed and could not end its ranks.
-
-    A process that torchrun did not start is not watched: under ``nohup`` it must outlive the shell.
-    """
+    """Make this process end when the torchrun that started it dies, even if torchrun was killed."""
     if _LAUNCHED in os.environ:
         threading.Thread(target=_end_with, args=(_launcher(),), name="launcher's end", daemon=True).start()
 
@@ -227,10 +221,7 @@ def node_id() -> str:
 
 
 def began(pid: int) -> str | None:
-    """When a process of this machine began, in the kernel's clock ticks since boot: process ids are reused.
-
-    None if it does not exist or is a zombie.
-    """
+    """When a process began, in clock ticks since boot, as ids are reused; None if there is none or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -281,11 +272,10 @@ _QUIET = (
 def run_command(
     command: Callable[[], int], kept: Callable[[], str], is_rank: bool = False, signals: StopSignals | None = None
 ) -> int:
-    """Run a program and return its exit status: that of ``command``, 2 after a UserError, which is printed, or 128 plus
-    the number of a signal that ended it.
+    """Run a program; return its exit status: that of ``command``, 2 after a UserError, or 128 plus a signal's number.
 
-    After a signal, one rank prints one line, which says what remains of the work (``kept``).  ``is_rank``: the process
-    may be in the middle of a collective, so it exits without returning.  ``signals``: for a command that defers them.
+    After a signal, one rank prints what remains of the work (``kept``).  ``is_rank``: the process may be in a
+    collective, so it exits without returning.  ``signals``: for a command that defers them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -332,8 +322,7 @@ def _has_no_reader() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process immediately, without Python's exit handlers.  Removes multiprocessing's temporary folder, as one
-    of them would."""
+    """End this process without Python's exit handlers; removes multiprocessing's temporary folder, as one would."""
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         with suppress(OSError):  # it may be on a full disk
             shutil.rmtree(multiprocessing.get_temp_dir())
@@ -342,8 +331,7 @@ def leave(status: int) -> NoReturn:
 
 def print_notes(notes: Iterable[str], stream: TextIO | None = None) -> None:
     """Write each of ``notes`` as a line to ``stream``, by default the standard output."""
-    file = sys.stdout if stream is None else stream
-    assert file is not None, "a command has a standard output"
+    file = stream or sys.stdout
     file.write("".join(f"note: {printable(note)}\n" for note in notes))  # one write: ranks share the screen
     file.flush()
 
@@ -354,10 +342,7 @@ def is_first_rank() -> bool:
 
 
 def not_installed(error: ModuleNotFoundError) -> int:
-    """Report a missing package, as in a Python outside the environment; return the exit status, 2.
-
-    Raises ``error`` itself if the module belongs to this repository: that is a bug.
-    """
+    """Report a missing package and return the exit status, 2; a missing module of this repository is raised."""
     name = error.name or ""
     if name.partition(".")[0] in ("mm", "checkpoint"):
         raise error
@@ -369,10 +354,7 @@ def not_installed(error: ModuleNotFoundError) -> int:
 
 
 def not_loaded(error: RuntimeError) -> int:
-    """Report a device's extension that torch cannot load while it is imported; return the exit status, 2.
-
-    Raises ``error`` itself if it is any other error.
-    """
+    """Report a device's extension that torch cannot import and return the exit status, 2; other errors are raised."""
     start, _, rest = str(error).partition(_EXTENSION)
     if start or not rest:
         raise error
@@ -385,18 +367,8 @@ def not_loaded(error: RuntimeError) -> int:
     return 2
 
 
-def print_notes_once(notes: Iterable[str]) -> None:
-    """Print, on rank 0 only, notes that every rank has.  They go to the standard error."""
-    if is_first_rank():
-        print_notes(notes, sys.stderr)
-
-
 def refused(error: UserError) -> int:
-    """Print an error that every rank hits before communication starts; return the exit status, 2.
-
-    The first rank of each node prints it immediately.  The others wait until the launcher ends them, so it appears once
-    per node.
-    """
+    """Print an error that every rank hits before communication starts, once per node; return the exit status, 2."""
     if Launched.here().local_rank:
         _wait_for_the_launcher()
     return _report(error)
@@ -423,10 +395,7 @@ def status_of(action: Callable[[], int]) -> int:
 
 
 def _wait_for_the_launcher() -> None:
-    """Sleep while another rank prints the error; its exit makes the launcher end this process.
-
-    The sleep is limited, in case only this rank has found the error.
-    """
+    """Sleep until the launcher ends this process, at most for a while: perhaps only this rank has found the error."""
     time.sleep(_LAUNCHER_SECONDS)
 
 
@@ -446,10 +415,7 @@ def end_stopped(text: str, status: int) -> int:
 
 
 def _tell_the_launcher(problems: Sequence[str]) -> None:
-    """Write the root cause that torchrun shows, in its format.  Without it, torchrun prints how to get a traceback.
-
-    torchrun exits with 1 and a traceback of its own whenever a rank's exit status is not 0.
-    """
+    """Write the root cause that torchrun shows, in its format; without it, torchrun prints how to get a traceback."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return

@@ -41,12 +41,12 @@ from mm.config.schema import (
     Patterns,
     Positive,
     Seed,
+    read_json,
     settings_of,
 )
-from mm.config.strict_json import read_json
 from mm.console import loading, whole_number
 from mm.errors import UserError, nearest, printable, refuse, writing
-from mm.families.known import TITLES
+from mm.families import TITLES
 from mm.files import write_whole
 
 PARTS = ("vision", "projector", "language")
@@ -194,7 +194,8 @@ def translated(recipe: Recipe, directory: str, model: ModelConfig, long_flags: S
         "--lora-alpha": recipe.lora and 2 * recipe.lora,
         "--load": output / "checkpoints", "--save": output / "checkpoints", "--pretrained-checkpoint": directory,
         "--save-interval": recipe.save_steps, "--keep-last-checkpoints": 2, "--log-dir": output / "logs",
-        "--log-interval": 1, "--page": "", "--export-hf": output / ("model" if recipe.lora is None else "adapters"),
+        "--log-interval": 1, "--log-style": "short", "--page": "",
+        "--export-hf": output / ("model" if recipe.lora is None else "adapters"),
         "--export-merged-hf": None if recipe.lora is None else output / "model", "--calculate-per-token-loss": "",
     }  # fmt: skip
     given = {word.partition("=")[0] for word in long_flags}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mm.config.args import TRAIN, phase_seconds
+from mm.config.args import TRAIN
 from mm.config.run import Run, load_run, shared_settings
 from mm.console import loading, ongoing
 from mm.environment import Launched, software
@@ -21,7 +21,6 @@ from mm.process import (
     end_with_launcher,
     is_first_rank,
     print_notes,
-    print_notes_once,
     run_command,
     status_of,
 )
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit status: 0, 2 after reporting every mistake that the user can fix, or 128 plus the number
-    of a signal that has stopped the run."""
+    """Run and return the exit status: 0, 2 after reporting every mistake of the user, or 128 plus a signal's number."""
     words, signals = sys.argv[1:] if argv is None else argv, StopSignals()
     return run_command(lambda: _run(words, signals), lambda: _kept(words), is_rank=True, signals=signals)
 
@@ -41,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _kept(words: Sequence[str]) -> str:
     """What remains after a signal that ended the run at once, for its message.
 
-    Imports nothing: the signal may have interrupted the import of torch, and then no part of torch can be imported.
+    Imports nothing: no part of torch can be imported after its import was interrupted.
     """
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:
         return "an index of samples that is finished is kept"
     if (save := given.last("--save")) is None:
         return "nothing is kept, because there is no --save"
-    checkpoints: Any = sys.modules.get("mm.checkpoint.saved_steps")
+    checkpoints: Any = sys.modules.get("mm.checkpoint.directories")
     if checkpoints is None:
         return f"training had not begun; {save} is as it was"
     with collected([]):
@@ -99,19 +97,13 @@ def check_files(run: Run, claim: Claim) -> "Checked":
         return checked
     notes = (*run.notes, *freeze_notes(run.model), *checked.notes)
     print_notes(sorted_notes(notes) if run.args.check else notes_at_start(notes))
+    if run.args.log_style == "short":
+        from mm.run.summary import summary
+
+        print("\n".join(map(printable, summary(checked))), flush=True)
     if not is_rehearsal:
         claim.add(written, lambda text: print(text, flush=True))
     return checked
-
-
-def check_node(run: Run) -> None:
-    """Print notes on what this node may lack for the run; raises UserError for what it certainly lacks."""
-    with loading(is_first_rank()):
-        from mm.run.resources import Node, node_problems
-
-    notes: list[str] = []
-    refuse(node_problems(run, Node.here(), notes))
-    print_notes(notes)
 
 
 def train(run: Run, signals: StopSignals) -> int:
@@ -120,23 +112,28 @@ def train(run: Run, signals: StopSignals) -> int:
     One rank of each node checks the node.  Only rank 0 checks the files, and decides; the others follow it, or end
     with it if it finds a problem.  However the run ends, the directories that were claimed are released.
     """
-    if Launched.here().local_rank == 0:
-        check_node(run)
     with loading(is_first_rank()):
         from mm.parallel.health.rendezvous import Rendezvous
         from mm.parallel.health.watchdog import Watchdog
+        from mm.run.resources import Node, node_problems
 
-    minutes, phases = run.args.distributed_timeout_minutes, phase_seconds(run.args.phase_timeouts)
+    if Launched.here().local_rank == 0:
+        notes: list[str] = []
+        refuse(node_problems(run, Node.here(), notes))
+        print_notes(notes)
+    args, minutes = run.args, run.args.distributed_timeout_minutes
     facts = {**software(), **shared_settings(run)}
-    with Claim() as claim, Watchdog(Rendezvous.of_launcher(minutes), run.args.step_timeout, phases, facts) as watchdog:
+    with Claim() as claim, Watchdog(
+            Rendezvous.of_launcher(minutes), args.step_timeout, args.phase_seconds, facts) as watchdog:
         watchdog.at_end = claim.release  # the run may end while it is being locked
         with watchdog.phase("check"):
             checked = check_files(run, claim) if is_first_rank() else None
         with watchdog.phase("start"), loading(is_first_rank(), "starting the device"):
             from mm.device.device import Device, peak_notes
 
-            device = Device.pick(run.args.device, run.args.deterministic_mode)
-            print_notes_once((*device.notes, *peak_notes(device.platform, device.name)))
+            device = Device.pick(args.device, args.deterministic_mode)
+            if is_first_rank():
+                print_notes((*device.notes, *peak_notes(device.platform, device.name)), sys.stderr)
             # megatron looks at the device while it is imported, so everything built on it comes after this
             from mm.parallel import mesh as parallel
             from mm.run.loop import Trainer
@@ -145,7 +142,7 @@ def train(run: Run, signals: StopSignals) -> int:
             store = watchdog.meet()
         with watchdog.phase("start"), ongoing("connecting the ranks", is_first_rank()):
             mesh = parallel.start(device, run.model, run.tp_size, minutes, run.cp_size, run.is_ring,
-                                  run.args.vision_feature_cache is not None, store)
+                                  args.vision_feature_cache is not None, store)
         watchdog.place(mesh)
         with watchdog.phase("load"):
             trainer = Trainer(run, checked, device, mesh, watchdog, claim, signals)

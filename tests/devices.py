@@ -1,8 +1,7 @@
 """Platforms by name, for tests of several."""
 
-from mm.device.compiled import compiled
 from mm.device.device import PLATFORMS
-from mm.device.kernels import Fuse, Kernels
+from mm.device.kernels import Fuse, Kernels, compiled
 from mm.device.platform import Platform
 
 

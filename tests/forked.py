@@ -27,8 +27,8 @@ from mm.device.device import Device
 from mm.process import free_port
 from tests.launch import fork_rank
 
-_NEEDED = ("mm.train", "mm.run.preflight", "mm.run.loop", "mm.evaluate", "mm.generation.batches",
-           "mm.generation.source", "mm.generation.terminal", "checkpoint.cli", "tests.tiny",
+_NEEDED = ("mm.train", "mm.run.preflight", "mm.run.loop", "mm.evaluate", "mm.generation.answers",
+           "mm.generation.source", "checkpoint.cli", "tests.tiny",
            "megatron.core.transformer.transformer_block", "transformers.models.qwen2.tokenization_qwen2")
 """Modules that most programs here import, directly or later."""
 
@@ -45,7 +45,7 @@ def warm() -> None:
     gc.enable()
 
 
-def _launch(num_ranks: int, module: str, arguments: list[str]) -> int:
+def launch(num_ranks: int, module: str, arguments: list[str]) -> int:
     """Run the module on ``num_ranks`` ranks.  If one fails, end the others; returns the status of the first to fail."""
     importlib.import_module(module)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this process has the store, as torchrun's agent has
@@ -148,7 +148,7 @@ def _become(asked: dict, files: list[int]) -> None:
         os.chdir(asked["directory"])
         sys.executable = asked.get("python", sys.executable)
         if asked["num_ranks"]:
-            status = _launch(asked["num_ranks"], asked["program"], asked["arguments"])
+            status = launch(asked["num_ranks"], asked["program"], asked["arguments"])
         else:
             status = _run(asked["program"], asked["arguments"], asked["is_script"])
     except BaseException:

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mm.config.model import ModelConfig
-from mm.weights.adapters import model_adapters
-from mm.weights.names import live_name, published_name
+from mm.weights.table import live_name, published_name
+from mm.weights.trained import model_adapters
 
 
 def peft_config(model: ModelConfig) -> LoraConfig:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mm.plan.distributions import DISTRIBUTIONS, SEQ_LENGTH
+from mm.plan.layouts import DISTRIBUTIONS, SEQ_LENGTH
 from tests.launch import run_ranks
 
 

@@ -17,7 +17,7 @@ from mm.batch import (
     normalised,
     targets_per_segment,
 )
-from mm.model.qwen2_5_vl.positions import plan_vision
+from mm.model.qwen2_5_vl.arithmetic import plan_vision
 from tests.tiny import our_config
 
 fast = settings(max_examples=40, deadline=None)
@@ -36,13 +36,9 @@ def build(is_target: list[list[bool]], image_grids: list[tuple[int, int, int]]) 
     flat = torch.tensor([target for sample in is_target for target in sample], dtype=torch.bool)
     labels = torch.where(flat, 7, IGNORE_INDEX)
     return Microbatch(
-        token_ids=torch.zeros(len(flat), dtype=torch.int64),
-        labels=labels,
+        token_ids=torch.zeros(len(flat), dtype=torch.int64), labels=labels,
         positions=torch.zeros(3, len(flat), dtype=torch.int64),
-        segment_lengths=tuple(len(sample) for sample in is_target),
-        image_grids=tuple(image_grids),
-        pixel_values=None,
-    )
+        segment_lengths=tuple(len(sample) for sample in is_target), image_grids=tuple(image_grids), pixel_values=None)
 
 
 @fast

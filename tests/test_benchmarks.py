@@ -35,18 +35,16 @@ COMMANDS = {
     "cpu": ("benchmarks.step", "cpu", "--quick", "--rounds", "1", "--num-microbatches", "2"),
     "encoder": ("benchmarks.step", "encoder", "--quick", "--rounds", "1"),
     "sharding": ("benchmarks.step", "sharding", "--quick", "--rounds", "1"),
-    "data": ("benchmarks.data", "--quick"),
+    "data": ("benchmarks.data", "--rounds", "1"),
     "plan": ("benchmarks.plan", "--quick", "--rounds", "1"),
     "shipped": ("benchmarks.plan.shipped", "--size", "7b", "--data", "llava"),
-    "device": ("benchmarks.plan.device", "--device", "cpu", "--size", "tiny", "--tokens", "689", "--num-microbatches",
-               "1", "--quick", "--warmup", "1", "--steps", "1"),
     "fits": ("benchmarks.plan.fits", "--size", "3b"),
     "pipeline": ("benchmarks.pipeline", "--only", "2 virtual chunks", "--rounds", "1", "--steps", "1"),
     "convert": ("benchmarks.convert", "--size", "tiny", "--rounds", "1", "--caches", "cold"),
     "states": ("benchmarks.states", "--iters", "3", "--last", "2", "--without", "bf16 moments", "no copies",
                "--max-samples", "192"),
     "save": ("benchmarks.save", "--device", "cpu", "--mib", "40", "--rounds", "1"),
-    "index": ("benchmarks.data.index", "--records", "800", "--pictures", "5", "--processes", "1"),
+    "index": ("benchmarks.data.index", "--records", "800", "--images", "5", "--processes", "1"),
 }
 
 
@@ -87,7 +85,7 @@ def test_a_save_in_blocks_is_compared_with_one_thing_after_another(started: dict
     """The benchmark itself compares the files, byte for byte."""
     result = started["save"].result()
     names = {name for name, one in result.items() if isinstance(one, dict) and "times_as_fast" in one}
-    assert names == {"save, blocks of 16 MiB", "read", "wait for --async-save"}
+    assert names == {"save, blocks of 16 MiB", "wait for --async-save"}
 
 
 def test_predictions_are_compared_with_measured_steps(started: dict[str, Future]) -> None:
@@ -152,8 +150,15 @@ def rendered(folder: Path, records: list[dict] | Path | None, page: str) -> str:
 
 
 def block(page: str) -> str:
-    """What stands between the marks."""
+    """What stands between the comments."""
     return page.partition(f"{BEGIN}\n\n")[2].partition(f"\n{END}")[0]
+
+
+def test_loading_images(started: dict[str, Future]) -> None:
+    """The benchmark itself compares the patches of both processors, bit for bit."""
+    result = started["data"].result()
+    assert len(result) == 3
+    assert all(one["exact_speed_ratio"] > 0 < one["fast_speed_ratio"] for one in result.values())
 
 
 def test_device_step_parity(started: dict[str, Future]) -> None:
@@ -190,9 +195,9 @@ def test_cpu_step(started: dict[str, Future]) -> None:
 
 def test_encoder_placements(started: dict[str, Future]) -> None:
     results = started["encoder"].result()
-    assert [result["pictures"] for result in results] == ["even", "mixed", "one"]
+    assert [result["batch"] for result in results] == ["even", "mixed", "one"]
     for result in results:
-        assert result["patches"] > 0 and result["processor_seconds"]["cut"] > 0
+        assert result["patches"] > 0 and result["seconds"]["cut"] > 0
         for encoder in ("whole", "together"):
             assert result["time_ratio"][encoder]["least"] > 0 and result["predicted_ratio"][encoder] > 0
 
@@ -211,20 +216,11 @@ def test_pipeline(started: dict[str, Future]) -> None:
     assert 0 < found["share_of_ideal"] < 1
 
 
-def test_predictions_of_a_device(started: dict[str, Future]) -> None:
-    """The CPU has no published figures, so two of three predictions are absent here."""
-    results = started["device"].result()
-    assert [result["case"] for result in results] == ["all trained", "ViT frozen"]
-    for result in results:
-        assert result["by_figures"] is None and result["by_kernels"] is None
-        assert 0 < result["low"] < result["calibrated"] < result["high"] and result["measured"] > 0
-
-
 def test_convert(started: dict[str, Future]) -> None:
     """Every command at its smallest; the exit status says whether the times of a real size would be good enough."""
     result = started["convert"].result()
     commands = {name: one for name, one in result["cold"].items() if name != "copy"}
-    assert {name.split()[0] for name in commands} == {"hf_to_mm", "mm_to_hf", "resplit"} and len(commands) == 6
+    assert {name.split()[0] for name in commands} == {"hf_to_mm", "mm_to_hf", "resplit"} and len(commands) == 3
     assert all(one["ratio"]["median"] > 0 and 10 < one["memory_mib"] < 512 for one in commands.values())
 
 
@@ -246,8 +242,7 @@ def test_hour_goes_on_after_a_command_that_fails(started: dict[str, Future], tmp
 def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> None:
     records = records_of(started["hour"].result() / "records.jsonl")
     kernels = of_kind(records, "kernel")
-    assert {one["group"] for one in kernels} == {
-        "ceilings", "attention", "pointwise", "optimizer"}
+    assert {one["group"] for one in kernels} == {"ceilings", "attention"}
     assert all(0 < one["ms_min"] <= one["ms"] <= one["ms_max"] and one["repeats"] >= 3 for one in kernels)
     assert 0 < max(one["difference"] for one in kernels) < 1e-5  # measured: 3e-7
 
@@ -255,7 +250,7 @@ def test_kernels_compute_the_same_in_every_form(started: dict[str, Future]) -> N
 def test_mixed_samples_reach_attention_of_different_lengths(started: dict[str, Future]) -> None:
     records = records_of(started["hour"].result() / "records.jsonl")
     (mixed,) = of_kind(records, "kernel", case="LLM, mixed lengths", name=OURS, part="forward")
-    assert mixed["num_stretches"] == mixed["num_segments"] > 2
+    assert mixed["num_equal_runs"] == mixed["num_segments"] > 2
     (ours,), (theirs,) = (of_kind(records, "side", label="mixed", side=side) for side in (OURS, PEER))
     for step in (ours, theirs):
         assert step["phases_ms"].keys() == {"start", "forward", "backward", "optimizer"}
@@ -315,6 +310,12 @@ def test_mixed_samples_hold_the_tokens_asked_for(tokens: int, seed: int) -> None
     assert all(num_text >= workload.MIN_TEXT_TOKENS for _, num_text in samples)
     grids = [grid for grids, _ in samples for grid in grids]
     assert all(h % 2 == w % 2 == 0 and h * w // 4 <= workload.MAX_PICTURE_TOKENS for _, h, w in grids)
+
+
+def test_pictures_are_loaded_as_by_transformers(started: dict[str, Future]) -> None:
+    """The benchmark itself compares the patches, bit for bit."""
+    found = started["data"].result()
+    assert len(found["pictures"]) == 3 and found["headers"]["files_per_second"] > 0
 
 
 def test_index(started: dict[str, Future]) -> None:

@@ -13,16 +13,14 @@ import pytest
 import torch
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.config.run import load_run
 from mm.errors import UserError
 from mm.process import free_port
 from tests.files import EXAMPLES, ROOT
 from tests.launch import warm_python
 from tests.scoring.tables import encoded, peer_json, write_table
-from tests.scoring.test_peer_files import sheet
+from tests.scoring.test_results import sheet
 from tests.tiny_inputs import write_inputs
 
 MACHINES = """\
@@ -174,7 +172,7 @@ def warm_programs(directory: Path) -> Path:
 def trained_by_the_peer(inputs: Path) -> None:
     """``inputs/hf`` as a checkpoint of the peer's training at iteration 2, on two stages."""
     layout, storage = Layout(((5, 3),), ((0, 4),), 1), Storage(Format.TORCH)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run(Options())
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run()
     (inputs / "mm" / "manifest.json").unlink()
     (inputs / "mm" / "release").rename(inputs / "mm" / "iter_0000002")
     (inputs / "mm" / "latest_checkpointed_iteration.txt").write_text("2")
@@ -186,7 +184,7 @@ def trained_by_the_peer(inputs: Path) -> None:
 def test_a_brought_script_runs_to_its_figures(tmp_path: Path) -> None:
     """It goes on from the peer's own checkpoint with new optimizer state, at the iteration and sample named there."""
     trained_by_the_peer(write_inputs(tmp_path))
-    done = run_script(SCRIPT, tmp_path, Path(sys.executable).parent)  # with torchrun itself, as its users start it
+    done = run_script(SCRIPT, tmp_path, warm_programs(tmp_path))
     log = (tmp_path / "logs" / "train_brought.log").read_text()
     assert log.count("elapsed time per iteration (ms):") == 2, done.stdout + done.stderr
     assert "iteration 2\n" in log and "MindSpeed-MM trained it: optimizer state and random states start fresh" in log

@@ -177,8 +177,10 @@ def test_kernels_and_bytes_of_a_layer(traced, size: str, layer: str) -> None:
 def formulas(case: Case) -> StageMemory:
     model = case.model()
     placement = model.placement()
-    return StageMemory.of(model, placement, case.stage, case.tp_size, "bf16",
-                          case.tp_size if case.sequence_parallel else 1, 1 if case.is_ring else case.cp_size)
+    return StageMemory(tuple(ChunkMemory(
+        model, placement, placement[case.stage, chunk], case.tp_size, "bf16",
+        case.tp_size if case.sequence_parallel else 1, 1 if case.is_ring else case.cp_size)
+        for chunk in range(placement.num_chunks)))
 
 
 def rows_of(step: Trace) -> MicrobatchSizes:

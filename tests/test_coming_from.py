@@ -8,8 +8,7 @@ from mm.config.args import Arguments
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
 from mm.config.evaluate import EVALUATE, EvaluationConfig
-from mm.config.generate import GENERATE
-from mm.config.inference import INFERENCE_KEYS
+from mm.config.generate import GENERATE, INFERENCE_KEYS
 from mm.config.mindspeed import DATA_KEYS, FLAGS
 from mm.config.schema import fields_of, settings_of
 from tests.files import ROOT
@@ -21,7 +20,7 @@ PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))
 def test_every_word_of_ours_exists(page) -> None:
     """In the right columns of the tables: flags, and keys of the JSON files."""
     known = {flag_name(name) for name in fields_of(Arguments)} | FLAGS.keys()
-    known |= GENERATE.fields.keys() | EVALUATE.fields.keys()
+    known |= GENERATE.flags.keys() | EVALUATE.flags.keys()
     keys = {part for _, paths, _ in (*settings_of(EvaluationConfig), *settings_of(DataConfig))
             for path in paths for part in path.split(".")}
     keys |= {part for tables in (INFERENCE_KEYS, DATA_KEYS) for path in tables for part in path.split(".")}

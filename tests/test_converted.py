@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.source import open_source
 from tests import tiny
 from tests.launch import run_ranks
@@ -32,7 +30,7 @@ def results(tmp_path_factory) -> dict:
     for name in ("untied", "tied"):
         tiny.hf_model(name == "tied").save_pretrained(root / name / "hf")
         for directory, (layout, kind) in DIRECTORIES.items():
-            convert.hf_to_mm(root / name / "hf", root / name / directory, layout, kind).run(Options(num_workers=1))
+            convert.hf_to_mm(root / name / "hf", root / name / directory, layout, kind).run(num_workers=1)
         (root / name / "mm-without-manifest" / "manifest.json").unlink()
     damage(root / "untied" / "mm-without-manifest", root / "damaged")
     damage_one(root / "untied" / "mm-one-file-torch", root / "damaged-for-one")

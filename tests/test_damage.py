@@ -21,7 +21,7 @@ from mm.config.data import read_data
 from mm.config.model import read_model
 from mm.config.run import load_run, resolved
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
+from mm.data.index.index import Measure
 from mm.errors import UserError, file_error
 from mm.plan.dry_run import stage_report
 from mm.weights.table import model_weights
@@ -167,11 +167,11 @@ def test_records(name: str, draw: st.DataObject, inputs: Path) -> None:
     (inputs / name).write_bytes(damaged + lines)
     model, config = read_model(inputs / "model_1.json").value, read_data(inputs / "data.json").value
     config = replace(config, dataset=(str(inputs / name),), cache_dir=None, preprocessing_num_workers=1)
-    gauge = Gauge.from_config(config, model, 512)
+    measure = Measure.from_config(config, model, 512)
 
     def read() -> None:
-        dataset = Dataset(config, skips_bad=True, gauge=gauge)
+        dataset = Dataset(config, skips_bad=True, measure=measure)
         for index in range(len(dataset)):
-            gauge.encoder.encode(dataset[index])
+            measure.encoder.encode(dataset[index])
 
     accepted(read)

@@ -1,9 +1,10 @@
-"""How commands end: one line after Ctrl-C, status 130, a version, and no control characters in messages."""
+"""How commands end: one line after Ctrl-C, status 130, a version, no control characters in messages; and free ports."""
 
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +14,10 @@ import psutil
 import pytest
 
 from demo.tiny_checkpoint import build
-from mm.data.records.record_name import record_place
+from mm import process
+from mm.data.sample import record_place
 from mm.errors import UserError, printable
-from mm.process import print_notes, run_command
+from mm.process import free_port, print_notes, run_command
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
@@ -145,3 +147,22 @@ def test_a_python_without_the_packages_explains_how_to_install_them(words: list[
     missing = "'(pydantic|annotated_types|psutil|torch)"  # whichever is imported first
     assert re.match(re.escape(f"error: {sys.executable} has no package ") + missing, done.stderr)
     assert "source .venv/bin/activate" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_doctor_starts_without_any_package():
+    done = subprocess.run([sys.executable, "-S", "-E", "-m", "mm.doctor.cli"], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search("^fault    package: .*is not installed in this Python", done.stdout, re.MULTILINE)
+
+
+def test_a_port_is_free_and_none_that_the_system_gives_away(monkeypatch) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert free_port() < first
+    with socket.socket() as taken, socket.socket() as other:
+        taken.bind(("localhost", 0))
+        other.bind(("", 0))
+        number, free = taken.getsockname()[1], other.getsockname()[1]
+        other.close()
+        monkeypatch.setattr(process, "_PORTS", [number, free])
+        assert {free_port() for _ in range(20)} == {free}

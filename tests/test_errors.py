@@ -1,11 +1,22 @@
-"""Suggestions for an unknown word, notes below an error, and secrets that no message shows."""
+"""Suggestions for an unknown word, notes below an error, secrets that no message shows, and notes on valid settings."""
 
+import pickle
 import traceback
 
 import pytest
 
 from mm.config.args import TRAIN
-from mm.errors import UserError, add_note, collected, nearest, printable, redacted
+from mm.errors import (
+    NoEffect,
+    UserError,
+    add_note,
+    collected,
+    nearest,
+    notes_at_start,
+    printable,
+    redacted,
+    sorted_notes,
+)
 
 
 @pytest.mark.parametrize(("word", "known", "expected"), [
@@ -26,7 +37,7 @@ def test_a_misspelling_gets_a_suggestion(word, known, expected):
 ])
 def test_a_flag_of_another_program_gets_no_suggestion(flag):
     """They share most letters with unrelated flags of this program, such as --lora-r."""
-    assert nearest(flag, TRAIN.fields) == ""
+    assert nearest(flag, TRAIN.flags) == ""
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -63,3 +74,24 @@ def test_a_note_leaves_what_an_error_of_the_system_says():
     error = FileNotFoundError(2, "No such file or directory", "picture.png")
     add_note(error, "while encoding sample 3")
     assert (error.errno, error.strerror, error.filename) == (2, "No such file or directory", "picture.png")
+
+
+IDLE = [NoEffect(["--a", "--b"], "the device decides"), NoEffect(["x.y"], "not read", "m.json")]
+
+
+def test_notes_about_results_come_first_and_once():
+    assert sorted_notes([IDLE[0], "the loss differs", IDLE[1], "random weights", "the loss differs"]) == [
+        "the loss differs", "random weights", *IDLE]
+
+
+def test_several_settings_without_effect_are_one_line():
+    assert notes_at_start([IDLE[0], "the loss differs", IDLE[1]]) == [
+        "the loss differs",
+        "3 settings have no effect here; the same command with --check lists them, with the reasons"]
+    assert notes_at_start([IDLE[0], "the loss differs"]) == ["the loss differs", IDLE[0]]
+    assert notes_at_start([]) == []
+
+
+def test_notes_pickle_as_rank_0_sends_its_run_to_other_nodes() -> None:
+    sent = pickle.loads(pickle.dumps(IDLE))
+    assert sent == IDLE and [one.num_settings for one in sent] == [one.num_settings for one in IDLE]

@@ -8,11 +8,11 @@ import subprocess
 import pytest
 
 from mm.config.args import parse
-from mm.config.evaluate import read_evaluation
-from mm.config.generate import load_asking
+from mm.config.evaluate import EvaluationConfig
+from mm.config.generate import load_asking, read_inference
 from mm.config.model import read_model
 from mm.config.run import load_run
-from mm.cost.model_states import num_model_params
+from mm.cost.stage_memory import num_model_params
 from mm.generation.source import placed
 from mm.plan.dry_run import stage_report
 from tests.files import EXAMPLES, ROOT
@@ -376,7 +376,8 @@ def test_scripts_that_evaluate(tmp_path, size):
     assert "evaluate_vlm.py" in argv and json_file == f"./examples/qwen2.5vl/evaluate_qwen2_5_vl_{size}.json"
     num_stages = int(argv[argv.index("--pipeline-model-parallel-size") + 1])
     assert num_stages == {"3b": 1, "7b": 1, "32b": num_stages, "72b": 4}[size] and argv[-2:] == ["--benchmark", "mmmu"]
-    found, trained = read_evaluation(ROOT / json_file).value, read_model(EXAMPLES / f"model_{size}.json").value
+    found = read_inference(ROOT / json_file, EvaluationConfig).value
+    trained = read_model(EXAMPLES / f"model_{size}.json").value
     assert found.evaluation_dataset == "ai2d_test" and found.model.num_stages == num_stages
     assert (found.model.language.hidden_size, found.model.vision.num_layers, found.model.language.num_layers) == (
         trained.language.hidden_size, trained.vision.num_layers, trained.language.num_layers)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mm.families import FAMILIES
 from mm.families.family import Family
-from mm.families.known import FAMILIES
 from tests.files import ROOT
 from tests.test_layering import PACKAGES
 

@@ -33,7 +33,7 @@ neighbours that do not see each other."""
 
 ROOMS = {
     "mm.parallel": {
-        "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0, "mm.parallel.row_shards": 0,
+        "mm.parallel.activity": 0, "mm.parallel.context": 0, "mm.parallel.order": 0,
         "mm.parallel.mesh": 1,
         "mm.parallel.agreement": 2, "mm.parallel.megatron": 2,
         "mm.parallel.zero": 3,
@@ -54,7 +54,7 @@ ROOMS = {
         "mm.run.step": 3,
         "mm.run.checkpoint": 4,
         "mm.run.watch": 5,
-        "mm.run.feed": 6, "mm.run.start": 6, "mm.run.preflight": 6,
+        "mm.run.start": 6, "mm.run.preflight": 6,
         "mm.run.validation": 7,
         "mm.run.loop": 8,
     },
@@ -63,10 +63,13 @@ ROOMS = {
 nothing."""
 
 WITHOUT_PROCESSES = ("mm.errors", "mm.families", "mm.placement", "mm.config", "mm.batch", "mm.weights", "mm.checkpoint",
-                     "checkpoint", "mm.model.qwen2_5_vl.positions", "mm.model.qwen2_5_vl.positions", "mm.data.sampler",
-                     "mm.data.records")
+                     "checkpoint", "mm.model.qwen2_5_vl.arithmetic", "mm.data.sampler", "mm.data.records")
 """Mathematics, rules and files: neither megatron nor torch.distributed, so mm-convert and the tests of these run on any
 machine."""
+
+BEFORE_THE_DEVICE = ("mm.train", "mm.run.preflight", "mm.run.resources", "mm.device", "mm.doctor.trial", "mm.plan.rank",
+                     "mm.parallel.health.rendezvous")
+"""What runs before a device is chosen: megatron looks at the device while it is imported."""
 
 WITHOUT_TORCH = ("mm.errors", "mm.families", "mm.console", "mm.environment", "mm.process", "mm.placement",
                  "mm.config")
@@ -255,17 +258,22 @@ def modules_under(folders: tuple[str, ...]) -> list[str]:
     return [name for name in sources() if any(_is_under(name, folder) for folder in folders)]
 
 
-def assert_never_loads(name: str, *packages: str) -> None:
-    """Neither directly nor through another module of ours."""
+def assert_never_loads(name: str, *packages: str, in_functions: bool = True) -> None:
+    """Neither directly nor through another module of ours; ``in_functions``: nor in a function of these modules."""
     for loaded in {name} | reachable(name):
-        for imported, _ in sources()[loaded].imports:
-            for package in packages:
+        for imported, is_top_level in sources()[loaded].imports:
+            for package in packages if in_functions or is_top_level else ():
                 assert not _is_under(imported, package), f"{name} loads {imported} through {loaded}"
 
 
 def test_some_need_no_processes():
     for name in modules_under(WITHOUT_PROCESSES):
         assert_never_loads(name, "torch.distributed", "megatron")
+
+
+def test_megatron_is_imported_after_the_device_is_chosen():
+    for name in modules_under(BEFORE_THE_DEVICE):
+        assert_never_loads(name, "megatron", in_functions=False)
 
 
 def test_some_need_no_torch():

@@ -118,6 +118,25 @@ def test_a_reused_process_id_is_not_the_owner(tmp_path: Path) -> None:
     take({"--save": str(tmp_path)}).release()
 
 
+@pytest.mark.parametrize(("error", "is_taken"), [(PermissionError, False), (ProcessLookupError, True)])
+def test_a_run_whose_process_is_hidden_is_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError], is_taken: bool
+) -> None:
+    """Another user's, if ``/proc`` hides it: the kernel forbids to signal a process only while there is one."""
+
+    def refuse_signal(*_: int) -> None:
+        raise error
+
+    (tmp_path / LOCK_FILE).write_bytes(content_of(replace(Owner.here(), pid=17)))
+    monkeypatch.setattr(lock, "began", lambda pid: None if pid == 17 else "1")
+    monkeypatch.setattr(lock.os, "kill", refuse_signal)
+    if is_taken:
+        take({"--save": str(tmp_path)}).release()
+    else:
+        with pytest.raises(UserError, match="is being written by another run, process 17 on"):
+            take({"--save": str(tmp_path)})
+
+
 def test_only_one_of_many_runs_replaces_a_killed_one(tmp_path: Path, monkeypatch) -> None:
     remove, random = lock._remove, Random(0)
 

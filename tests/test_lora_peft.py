@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from mm.batch import IGNORE_INDEX
 from mm.config.data import read_data
 from mm.config.model import read_model
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
 from tests.data.oracle import transformers_inputs
 from tests.tiny_inputs import metrics, run, write_inputs

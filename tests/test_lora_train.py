@@ -13,13 +13,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from checkpoint.commands import mindspeed_to_peft, peft_to_mindspeed
 from mm import train
-from mm.checkpoint.convert import Options, hf_to_mm
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage
+from mm.checkpoint.adapters import mindspeed_to_peft, peft_to_mindspeed
+from mm.checkpoint.convert import hf_to_mm
+from mm.checkpoint.directories import LATEST_FILE
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage
 from mm.checkpoint.peft import AdapterDirectory
-from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.args import Arguments
 from mm.config.run import load_run
@@ -186,7 +185,7 @@ def test_a_converted_checkpoint_names_the_model_that_it_was_trained_on(
 ) -> None:
     """By default what the checkpoint states; a directory is compared with it, a name on a hub cannot be."""
     for given, named in ((None, str(inputs / "hf")), ("Qwen/Tuned", "Qwen/Tuned")):
-        mindspeed_to_peft(trained / "save", tmp_path / str(given), None, given, None).run(Options(num_workers=1))
+        mindspeed_to_peft(trained / "save", tmp_path / str(given), None, given, None).run(num_workers=1)
         assert AdapterDirectory.open(tmp_path / str(given)).base_name == named
     with pytest.raises(UserError, match=rf"another base model than .*\({inputs / 'hf'}\) as --cfg.hf_config.hf_dir"):
         mindspeed_to_peft(trained / "save", tmp_path / "other", None, str(inputs / "ancestor"), None)
@@ -198,9 +197,8 @@ def test_adapters_that_mindspeed_trained_go_on(inputs: Path, trained: Path, caps
     The base model comes from a converter of MindSpeed-MM in another order, which a note reports.
     """
     directory, base, layout = inputs / "mindspeed", inputs / "mindspeed_base", Layout(((8,),), ((4,),), 1)
-    one = Options(num_workers=1)
-    peft_to_mindspeed(trained / "adapter", directory, layout, Format.TORCH, str(inputs / "hf")).run(one)
-    hf_to_mm(inputs / "hf", base, layout, Storage(Format.TORCH, whole_vision_qkv=True)).run(one)
+    peft_to_mindspeed(trained / "adapter", directory, layout, Format.TORCH, str(inputs / "hf")).run(num_workers=1)
+    hf_to_mm(inputs / "hf", base, layout, Storage(Format.TORCH, whole_vision_qkv=True)).run(num_workers=1)
     (base / "manifest.json").unlink()
     (directory / "manifest.json").unlink()
     (directory / "release").rename(directory / "iter_0000006")

@@ -67,18 +67,15 @@ def test_boundaries_carry_what_the_next_slot_needs(layout: tuple) -> None:
             assert before.sends is Message.HIDDEN_STATES
 
 
-@pytest.mark.parametrize(
-    ("vision", "language", "words"),
-    [
-        (((4, 0),), ((1, 2),), "sums to 3"),
-        (((5, -1),), ((2, 2),), "pipeline_num_layers[1] is -1; a stage cannot have a negative"),
-        (((5, 0), (-1, 0)), ((0, 0), (0, 4)), "pipeline_num_layers[1][0] is -1; a stage cannot have a negative"),
-        (((4, 0),), ((1, 1, 2),), "both need one entry per pipeline stage"),
-        (((2, 2),), ((1, 3),), "cannot come before the last ViT layer"),
-        ((), ((4,),), "is empty"),
-        (((2, 2), (0,)), ((0, 0), (2, 2)), "same number of stages"),
-    ],
-)
+@pytest.mark.parametrize(("vision", "language", "words"), [
+    (((4, 0),), ((1, 2),), "sums to 3"),
+    (((5, -1),), ((2, 2),), "pipeline_num_layers[1] is -1; a stage cannot have a negative"),
+    (((5, 0), (-1, 0)), ((0, 0), (0, 4)), "pipeline_num_layers[1][0] is -1; a stage cannot have a negative"),
+    (((4, 0),), ((1, 1, 2),), "both need one entry per pipeline stage"),
+    (((2, 2),), ((1, 3),), "cannot come before the last ViT layer"),
+    ((), ((4,),), "is empty"),
+    (((2, 2), (0,)), ((0, 0), (2, 2)), "same number of stages"),
+])
 def test_illegal_layouts_are_refused(vision: tuple, language: tuple, words: str) -> None:
     (problem,) = layout_problems(vision, language, NUM_LAYERS, NUM_LAYERS)
     assert words in problem

@@ -20,7 +20,7 @@ from mm.config.model import read_model
 from mm.config.other_trainers import ELSEWHERE, here
 from mm.config.run import load_run, resolved
 from mm.errors import UserError
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.recipe import Recipe, read_recipe, run_recipe, translated
 from mm.train import main
 from tests.files import ROOT, json_lines
@@ -109,7 +109,13 @@ def test_both_faces_have_the_same_settings_and_losses_to_the_bit(inputs: Path, c
 
     run_ranks(2, "mm.train", *flags, "--log-dir", str(inputs / "by_hand"), "--save", str(inputs / "by_hand" / "save"),
               "--load", str(inputs / "by_hand" / "save"), "--export-hf", str(inputs / "by_hand" / "model"))
-    run_ranks(0, "mm.train", *words_of(inputs, "new", *lists))
+    printed = run_ranks(0, "mm.train", *words_of(inputs, "new", *lists)).splitlines()
+    first = next(number for number, line in enumerate(printed) if line.startswith("step 1/3 | loss 6.2"))
+    assert first <= 12 and max(map(len, printed[first : first + 3])) <= 120
+    starts = ["model", "data", "layout", "batch", "memory", "output"]
+    assert [line.split()[0] for line in printed if line[:8].rstrip() in starts] == starts
+    assert "ViT 5 3, of the LLM 0 4" in "".join(printed)
+    assert (inputs / "new" / "logs" / "train.log").read_text().count("| loss: 6.2") == 3
     new, old = json_lines(inputs / "new" / "logs" / "metrics.jsonl"), json_lines(inputs / "by_hand" / "metrics.jsonl")
     assert [row["loss"] for row in new] == [row["loss"] for row in old] and len(new) == 3
     model, other = (load_file(inputs / name / "model" / "model.safetensors") for name in ("new", "by_hand"))

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mm.config.run import Run
-from mm.cost.model_states import build_bytes
-from mm.cost.stage_memory import UnitBuffers
+from mm.cost.stage_memory import BucketBuffers, build_bytes
 from tests.meta.step import Case
 from tests.test_budgets import FEW_LAYERS, FROZEN_VIT, FULL, STEP_HOST_READS, formulas, rows_of
 from tests.workload import OFFLOADED
@@ -62,7 +61,7 @@ def test_the_memory_of_gradients_in_shards_is_that_of_the_dry_run(traced, name: 
     step, size = traced(case), sizes(run)[case.stage]
     assert size.gradient_bytes == size.num_trainable_params
     assert step.state_bytes == pytest.approx(size.total_bytes, rel=1e-5)
-    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, UnitBuffers.of(run))
+    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, BucketBuffers.of(run))
     assert 0.995 <= peak / step.peak_bytes <= (1.055 if case.model().num_stages > 1 else 1.03)
 
 
@@ -94,7 +93,7 @@ def test_the_memory_of_weights_in_shards_is_that_of_the_dry_run(traced, name: st
     step, (size,) = traced(case), sizes(run)
     assert size.weight_bytes == size.num_params / 2
     assert step.state_bytes == pytest.approx(size.total_bytes, rel=1e-4)
-    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, UnitBuffers.of(run))
+    peak = formulas(case).peak_bytes(rows_of(step), case.num_microbatches, step.state_bytes, BucketBuffers.of(run))
     assert peak == pytest.approx(step.peak_bytes, rel=0.03)
 
 

@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 
 from mm import process
 from mm.checkpoint import convert
-from mm.checkpoint import saved_steps as files
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint import directories as files
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.config.model import read_model
 from mm.lock import Claim
-from mm.timeline.spans import TIMED, seconds_key
+from mm.timeline import TIMED, seconds_key
 from mm.weights.table import model_weights
 from tests.files import json_lines
 from tests.launch import torchrun
@@ -243,7 +241,7 @@ def test_a_converted_checkpoint_trains_like_the_one_it_was_made_of(inputs: Path)
     The first test's runs were in deterministic mode and this one is not: on a CPU there is no difference.
     """
     kind, layout = Storage(Format.TORCH, Structure.CANONICAL), Layout(((5, 3), (0, 0)), ((0, 1), (1, 2)), 2)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, kind).run(Options(num_workers=1))
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, kind).run(num_workers=1)
     said = run(inputs, "converted", 1, "--load", str(inputs / "mm"), "--exit-interval", "2")
     assert f"loaded a converted checkpoint from {inputs / 'mm'}, iteration 0" in said
     whole, found = metrics(inputs, "whole")[:2], metrics(inputs, "converted")

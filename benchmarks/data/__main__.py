@@ -1,11 +1,10 @@
-"""How fast pictures are loaded on one core, compared with transformers' Pillow-based processor.
+"""How fast images are loaded on one core, compared with transformers' Pillow-based processor.
 
-    python -m benchmarks.data [--rounds 9] [--quick] [--output FILE.json]
+    python -m benchmarks.data [--rounds 9] [--output FILE.json]
 
-``pictures``: JPEG files of three sizes, from the file to the patches of a sample, in turn by transformers'
+JPEG files of three sizes, from the file to the patches of a sample, in turn by transformers'
 ``Qwen2VLImageProcessorPil`` and by ours with ``image_backend`` "pillow" (bitwise equal to it) and "torch".  A ratio is
-the median over the rounds.  ``headers``: files per second whose patches are counted from the header alone.
-``memory``: of this process and of the one that decodes videos, while it loads 5,000 samples, every second one a video.
+the median over the rounds.
 """
 
 import json
@@ -16,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from benchmarks.measure import command, median_ratio, report, seconds_of
 from mm.batch import normalised
-from mm.config.data import DataConfig
 from mm.data.media.image_patches import ImageProcessor
-from mm.data.media.video_patches import VideoProcessor
-from mm.data.sample import Video
-from tests.data.clips import even, write_clip
 
 SIZES = {"640 x 480": (640, 480), "1280 x 960": (1280, 960), "4000 x 3000": (4000, 3000)}
 MAX_PIXELS = 1_003_520
@@ -47,7 +41,7 @@ def write_photo(path: Path, size: tuple[int, int]) -> None:
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
 
 
-def pictures(directory: Path, rounds: int) -> dict[str, Any]:
+def measure(directory: Path, rounds: int) -> dict[str, Any]:
     theirs = Qwen2VLImageProcessorPil(**SETTINGS)
     exact, fast = (ImageProcessor(**SETTINGS, backend=backend) for backend in ("pillow", "torch"))
     found = {}
@@ -69,47 +63,13 @@ def pictures(directory: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def headers(directory: Path, num_files: int) -> dict[str, float]:
-    raw, processor = (directory / "640.jpg").read_bytes(), ImageProcessor(**SETTINGS)
-    paths = [directory / f"{number}.jpg" for number in range(10_000, 10_000 + num_files)]
-    for path in paths:
-        path.write_bytes(raw)
-    taken = seconds_of(lambda: [processor.plan(str(path)) for path in paths])
-    found = {"files_per_second": num_files / taken}
-    print("headers", json.dumps(found), flush=True)
-    return found
-
-
-def memory(directory: Path, num_samples: int) -> dict[str, list[float]]:
-    """Resident MiB after each tenth of the samples."""
-    clip = str(write_clip(directory / "clip.mp4", even(30, fps=15), (320, 240)))
-    pictures = ImageProcessor(**SETTINGS)
-    data = DataConfig(model_name_or_path="-", dataset=("-",))
-    videos = VideoProcessor(pictures, data, True)
-    found: dict[str, list[float]] = {"reader": []}
-    for number in range(num_samples):
-        if number % 2:
-            videos.patches(videos.plan(Video(clip)))
-        else:
-            pictures.patches(pictures.plan(str(directory / "640.jpg")))
-        if (number + 1) % (num_samples // 10) == 0:
-            found["reader"].append(psutil.Process().memory_info().rss / 2**20)
-    print("memory", json.dumps(found), flush=True)
-    return found
-
-
 def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="one round and few files: shows that it runs")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        found = {"pictures": pictures(directory, 1 if flags.quick else flags.rounds),
-                 "headers": headers(directory, 50 if flags.quick else 5000),
-                 "memory": memory(directory, 20 if flags.quick else 5000)}  # fmt: skip
-    report(found, flags.output, prints=False)
+        report(measure(Path(name), flags.rounds), flags.output, prints=False)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from statistics import median
 
 from benchmarks.measure import command, report
 from demo.tiny_checkpoint import build
-from mm.data_tool.mock import Mock
+from mm.data_tool.commands import write_mock
+from mm.data_tool.flags import MockFlags
 from tests.files import EXAMPLES, ROOT
 from tests.tiny_inputs import write_data
 
@@ -23,8 +24,9 @@ NUM_SAMPLES, BATCH = 32, 4
 
 
 def write_inputs(directory: Path, side: int) -> None:
-    """Samples with one square picture each, and the demo's model with a frozen ViT on one stage."""
-    samples = Mock(NUM_SAMPLES, width=side, height=side, text_length=8, num_pictures=NUM_SAMPLES).write(directory)
+    """Samples with one square image each, and the demo's model with a frozen ViT on one stage."""
+    samples = write_mock(MockFlags(num_samples=NUM_SAMPLES, width=side, height=side, text_length=8,
+                                   num_pictures=NUM_SAMPLES, output=directory))
     build(directory / "hf", samples.read_text().splitlines(), seed=0)
     write_data(directory, samples, {"image_max_pixels": side * side, "image_resize": "transformers"})
     model = json.loads((EXAMPLES / "model_tiny.json").read_text())
@@ -51,7 +53,7 @@ def measure(directory: Path, side: int, num_epochs: int) -> list[dict]:
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--side", type=int, default=448, help="of each picture, in pixels")
+    parser.add_argument("--side", type=int, default=448, help="of each image, in pixels")
     parser.add_argument("--epochs", type=int, default=4)
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,16 +1,14 @@
 """How long it takes to check and index a large data file: at the first start, and at the second.
 
-    python -m benchmarks.data.index [--records 1000000] [--pictures 1000] [--processes N] [--output FILE.json]
+    python -m benchmarks.data.index [--records 1000000] [--images 1000] [--processes N] [--output FILE.json]
     python -m benchmarks.data.index --rows 100000000
 
-Generates LLaVA-like records (a JSON list) that share some pictures, checks and measures them as the first start of a
-training does, then opens them again in a fresh process.  Also times the parts in one process: headers of pictures,
-chat template, tokenizer.  The tokenizer is a small one of the same kind as Qwen's, so trust tokens per second more than
-samples per second.  Prints JSON.
+Generates LLaVA-like records (a JSON list) that share some images, checks and measures them as the first start of a
+training does, then opens them again in a fresh process.  The tokenizer is a small one of the same kind as Qwen's, so
+trust tokens per second more than samples per second.  Prints JSON.
 
 ``--rows`` reads no file: it saves an index of so many generated rows and plans steps of 4096 replicas from it, as a
-node would.  The output has the memory of the planning process and the CPU time of a data owner's thread.  Even a few
-rows take half a minute of CPU time: four processes import torch, and each step plans 98,304 samples.
+node would.  The output has the memory of the planning process and the CPU time of a data owner's thread.
 """
 
 import argparse
@@ -35,15 +33,11 @@ from benchmarks.measure import command, num_cores, report, seconds_of, shipped_m
 from mm.config.data import Attributes, DataConfig, read_data
 from mm.config.model import ModelConfig
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import NUMBER, Checker, Columns, Reader, RecordIndex, Rows, Store
-from mm.data.index.measure import ROW, Gauge
+from mm.data.index.index import NUMBER, ROW, Columns, Measure, RecordIndex, Rows, Store
 from mm.data.loader.loader import planned_steps
-from mm.data.records.records import open_records
-from mm.data.records.roots import MediaRoots
 from mm.data.sampler.balance import Budget
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import SampleOrder
-from mm.data.sampler.sampler import SAMPLERS, BatchShares
+from mm.data.sampler.sampler import SAMPLERS, BatchShares, SampleOrder
 
 if TYPE_CHECKING:
     from demo.tiny_checkpoint import Sizes
@@ -69,17 +63,17 @@ def checkpoint_sizes() -> "Sizes":
     return Sizes(num_merges=1500, vocab_size=1800)
 
 
-def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
+def write_inputs(folder: Path, num_records: int, num_images: int) -> None:
     """Pictures, tokenizer, records and data JSON."""
     from demo.tiny_checkpoint import build
     from tests.tiny_inputs import write_data
 
     rng, pixels = random.Random(0), np.random.default_rng(0)
-    (folder / "pictures").mkdir(parents=True)
-    for number in range(num_pictures):
+    (folder / "images").mkdir(parents=True)
+    for number in range(num_images):
         coarse = pixels.integers(0, 256, (60, 80, 3), dtype=np.uint8)
         size = rng.choice([(640, 480), (480, 640), (640, 427), (500, 375)])
-        Image.fromarray(coarse).resize(size).save(folder / "pictures" / f"{number:012}.jpg")
+        Image.fromarray(coarse).resize(size).save(folder / "images" / f"{number:012}.jpg")
     syllables = [a + b for a in "bdfgklmnprst" for b in ("a", "e", "i", "o", "ou", "an", "er", "in")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(3000)]
     texts = [[json.dumps(f"{' '.join(rng.choices(words, k=count)).capitalize()}.")
@@ -87,14 +81,14 @@ def write_inputs(folder: Path, num_records: int, num_pictures: int) -> None:
     with (folder / "records.json").open("w", encoding="utf-8") as file:
         for number in range(num_records):
             first, answer, second, last = (rng.choice(kind) for kind in texts)
-            file.write(f'{"," if number else "["}\n{{"id": "{number:012}", "image": "{number % num_pictures:012}.jpg", '
+            file.write(f'{"," if number else "["}\n{{"id": "{number:012}", "image": "{number % num_images:012}.jpg", '
                        f'"conversations": [{{"from": "human", "value": "<image>\\n{first[1:]}}}, '
                        f'{{"from": "gpt", "value": {answer}}}, {{"from": "human", "value": {second}}}, '
                        f'{{"from": "gpt", "value": {last}}}]}}')
         file.write("\n]\n")
     build(folder / "hf", [json.loads(text) for kind in texts for text in kind[:500]], seed=0, sizes=checkpoint_sizes())
     write_data(folder, folder / "records.json", {"image_max_pixels": 262144},
-               dataset_dir=str(folder / "pictures"), cache_dir=str(folder / "cache"))  # fmt: skip
+               dataset_dir=str(folder / "images"), cache_dir=str(folder / "cache"))  # fmt: skip
 
 
 def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]:
@@ -109,9 +103,9 @@ def settings(folder: Path, num_processes: int) -> tuple[DataConfig, ModelConfig]
 def start(folder: Path, num_processes: int) -> dict[str, float]:
     """One start of a data owner in this process: seconds to open the dataset and to read a sample."""
     data, model = settings(folder, num_processes)
-    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
+    measure = Measure.from_config(data, model, SEQ_LENGTH)
     began = time.perf_counter()
-    dataset = Dataset(data, gauge=gauge)
+    dataset = Dataset(data, measure=measure)
     ready = time.perf_counter()
     lengths = dataset.lengths
     num_tokens, num_patches = int(lengths.num_tokens.sum(dtype=np.int64)), int(lengths.num_patches.sum(dtype=np.int64))
@@ -121,35 +115,6 @@ def start(folder: Path, num_processes: int) -> dict[str, float]:
         "patches_per_sample": num_patches / len(dataset), "dataset_seconds": ready - began,
         "read_sample_microseconds": 1e6 * sample_seconds,
     }  # fmt: skip
-
-
-def parts(folder: Path) -> dict[str, float]:
-    """What one process does per second, and where its time goes."""
-    data, model = settings(folder, 1)
-    gauge = Gauge.from_config(data, model, SEQ_LENGTH)
-    pictures = [str(path) for path in sorted((folder / "pictures").iterdir())]
-    file = open_records(data.dataset[0])
-    began = time.perf_counter()
-    blocks = list(file.blocks([]))
-    found_seconds = time.perf_counter() - began
-    checker = Checker(Reader(file, data.attr, MediaRoots(data.dataset_dir), gauge))
-    sample = Dataset(replace(data, max_samples=1))[0]
-    grids = [gauge.encoder.images.plan(one).grid for part in sample.media for one in part.contents]
-    chat = gauge.encoder.chat
-    text = chat.render(sample.turns)
-    headers = iter(pictures)
-    checker(blocks[0])  # fills the cache of picture sizes
-    return {
-        "headers_per_second": 1 / seconds_of(lambda: gauge.encoder.images.plan(next(headers)), len(pictures)),
-        "records_found_per_second": sum(len(block.spans) for block in blocks) / found_seconds,
-        "checked_records_per_second": len(blocks[-2].spans) / seconds_of(lambda: checker(blocks[-2]), 3),
-        "form_records_per_second": len(blocks[-2].spans) / seconds_of(
-            lambda: Checker(Reader(file, data.attr, checker.reader.roots))(blocks[-2]), 3),
-        "encode_microseconds": 1e6 * seconds_of(lambda: chat.encode(sample.turns, grids), 300),
-        "of_these_template_microseconds": 1e6 * seconds_of(lambda: chat.render(sample.turns), 300),
-        "of_these_tokenizer_microseconds": 1e6 * seconds_of(
-            lambda: chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), 300),
-    }
 
 
 def saving(folder: Path, num_rows: int) -> dict[str, float]:
@@ -169,7 +134,7 @@ def saving(folder: Path, num_rows: int) -> dict[str, float]:
 
 
 def _write_rows(stream: IO[bytes], rng: np.random.Generator, count: int, end: int) -> int:
-    """Write rows of records of about a kilobyte with one picture each, the first of which follows a record that ends at
+    """Write rows of records of about a kilobyte with one image each, the first of which follows a record that ends at
     ``end``; returns the end of the last."""
     rows, sizes = np.zeros(count, ROW), rng.integers(500, 3000, count)
     patches = 2 * rng.integers(4, 21, count) * 2 * rng.integers(4, 21, count)
@@ -195,20 +160,18 @@ def large_order(folder: str) -> SampleOrder:
     return SampleOrder(stream, deal, GLOBAL_BATCH_SIZE, 0)
 
 
-def planning(folder: Path, in_planner: bool) -> dict[str, float]:
-    """Time and memory of planning: in the planning process, or in this one, as with ``--num-workers 0``."""
-    began, process = time.perf_counter(), psutil.Process()
-    steps = planned_steps(partial(large_order, str(folder)), int(in_planner))
+def planning(folder: Path) -> dict[str, float]:
+    """CPU time of this process for a step that another process plans, and that process's memory."""
+    began = time.perf_counter()
+    steps = planned_steps(partial(large_order, str(folder)), 1)
     next(steps)
-    if in_planner:
-        (planner,) = multiprocessing.active_children()
-        process = psutil.Process(planner.pid)
     first, times = time.perf_counter(), []
+    (planner,) = multiprocessing.active_children()
     for _ in range(4):
         begin = time.thread_time()
         next(steps)
         times.append(time.thread_time() - begin)
-    memory = process.memory_full_info()
+    memory = psutil.Process(planner.pid).memory_full_info()
     return {"first_step_seconds": first - began, "owner_milliseconds_per_step": 1e3 * max(times),
             "resident_megabytes": memory.rss / 1e6, "of_these_shared_megabytes": memory.shared / 1e6}
 
@@ -217,17 +180,13 @@ def at_scale(num_rows: int) -> dict[str, Any]:
     """Memory and planning times of one node that trains on ``num_rows`` samples."""
     with tempfile.TemporaryDirectory() as folder:
         saved = in_fresh_process("saving", Path(folder), "--rows", str(num_rows))
-        owner = in_fresh_process("planning", Path(folder))
-        separate = planning(Path(folder), True)
         return {"rows": num_rows, "global_batch_size": GLOBAL_BATCH_SIZE, "dp_size": DP_SIZE, "versions": versions(),
-                "index": saved, "planned_by_the_owner": owner, "planned_in_a_separate_process": separate}
+                "index": saved, "planning": planning(Path(folder))}  # fmt: skip
 
 
 ALONE: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
-    "parts": lambda flags: parts(flags.folder),
     "start": lambda flags: start(flags.folder, flags.processes),
     "saving": lambda flags: saving(flags.folder, flags.rows),
-    "planning": lambda flags: planning(flags.folder, False),
 }
 """What ``--alone`` names."""
 
@@ -240,16 +199,15 @@ def in_fresh_process(name: str, folder: Path, *words: str) -> dict[str, float]:
     return json.loads(output.read_text())
 
 
-def measure(num_records: int, num_pictures: int, num_processes: int, folder: Path) -> dict[str, Any]:
-    """Both starts, and the parts of the first."""
-    write_inputs(folder, num_records, num_pictures)
-    alone = in_fresh_process("parts", folder)
+def measure(num_records: int, num_images: int, num_processes: int, folder: Path) -> dict[str, Any]:
+    """Both starts."""
+    write_inputs(folder, num_records, num_images)
     first = start(folder, num_processes)
     second = in_fresh_process("start", folder, "--processes", str(num_processes))
     return {
         "records": num_records, "file_megabytes": (folder / "records.json").stat().st_size / 1e6,
         "index_megabytes": sum(path.stat().st_size for path in (folder / "cache").glob("*.rows")) / 1e6,
-        "processes": num_processes, "versions": versions(), "parts": alone,
+        "processes": num_processes, "versions": versions(),
         "first_start": first | {"samples_per_second": num_records / first["dataset_seconds"]},
         "second_start": second,
     }  # fmt: skip
@@ -258,7 +216,7 @@ def measure(num_records: int, num_pictures: int, num_processes: int, folder: Pat
 def main(argv: list[str]) -> None:
     parser = command(__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=num_cores())
     parser.add_argument("--rows", type=int, help="number of generated rows of an index, in place of a data file")
     parser.add_argument("--alone", choices=ALONE, help=argparse.SUPPRESS)
@@ -271,7 +229,7 @@ def main(argv: list[str]) -> None:
         result = at_scale(flags.rows)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(flags.records, flags.pictures, flags.processes, Path(folder))
+            result = measure(flags.records, flags.images, flags.processes, Path(folder))
     report(result, flags.output)
 
 

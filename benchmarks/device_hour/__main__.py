@@ -57,10 +57,6 @@ class Step:
     """The command after ``python -m``; {records} and {output} stand for the paths."""
 
 
-def _kernels(*groups: str) -> tuple[str, ...]:
-    return ("benchmarks.kernels", *groups)
-
-
 def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]:
     alone = () if peer else ("--no-peer",)
     return ("benchmarks.step", "speed", "--size", size, "--phases", "--ceilings", "{records}", *words, *alone)
@@ -68,18 +64,16 @@ def _speed(*words: str, size: str = "3b", peer: bool = False) -> tuple[str, ...]
 
 STEPS = (
     Step("tests", 90, "correctness", ("pytest", "-q", "-W", "default", "tests/device", "-k", "cuda")),
-    Step("ceilings", 40, "ceilings; forms of Adam", _kernels("ceilings", "optimizer")),
+    Step("ceilings", 40, "ceilings of products and copies", ("benchmarks.kernels", "ceilings")),
     Step("step", 90, "FLOP/s, optimizer and memory of a 3B step", _speed("--mix")),
     Step("parity", 180, "correctness", ("benchmarks.step", "parity")),
     Step("mixed", 200, "speed over transformers on mixed samples, which it pads",
          _speed("--mix", *HALVES, "--rounds", "2", "--warmup", "2", "--steps", "5", peer=True)),
     Step("large", 100, "FLOP/s and memory of a 7B step",
          _speed("--num-microbatches", "4", "--recompute", *FROZEN, size="7b")),
-    Step("kernels", 120, "forms of attention, SwiGLU, rope and RMSNorm", _kernels("attention", "pointwise")),
+    Step("kernels", 120, "forms of attention", ("benchmarks.kernels", "attention")),
     Step("train", 150, "correctness of the program itself", ("benchmarks.step", "train")),
     Step("profile", 90, "where the time of a step goes", _speed("--steps", "3", "--profile", "{output}/profile.txt")),
-    Step("predictions", 120, "time of 3B steps beside predictions by published figures, kernels and a calibration",
-         ("benchmarks.plan.device",)),
     Step("recompute", 90, "memory of a 3B step with recomputation", _speed("--mix", "--recompute")),
     Step("offload", 90, "time of a 3B step with activations in host memory", _speed("--mix", "--offload")),
     Step("equal", 150, "speed over transformers on equal samples",

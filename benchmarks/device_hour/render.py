@@ -1,4 +1,5 @@
-"""Writes the measurements on an accelerator into docs/performance.md, between two marks; kernels stay in the records.
+"""Writes the measurements on an accelerator into docs/performance.md, between two comments.  Most kernels stay in the
+records.
 
     python -m benchmarks.device_hour.render [--records runs/device/records.jsonl] [--document docs/performance.md]
 
@@ -8,15 +9,26 @@ has no figure whose record is not in the repository.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.kernels.attention import LOOP, MASK
+import numpy as np
+
+from benchmarks.kernels import LOOP, MASK
+from benchmarks.measure import model_config, step_arguments
 from benchmarks.records import OURS, PEER, Results, read_records
-from benchmarks.step.floors import OPTIMIZER_BYTES_PER_PARAM
+from benchmarks.step.speed import OPTIMIZER_BYTES_PER_PARAM
+from mm.batch import image_pairs, window_pairs
+from mm.config.data import DataConfig
+from mm.config.run import Run
+from mm.cost.by_device import calibration_by_device
+from mm.cost.predict import Predictor
+from mm.cost.workload import Workload, sample_counts
+from mm.data.sample import Lengths
 from mm.device.device import known_device
+from mm.plan.layouts import WINDOW
 from tests.files import ROOT, table
-from tests.workload import microbatches_of
+from tests.workload import Sample, microbatches_of, num_patches, num_targets, num_tokens
 
 KEPT = Path(__file__).with_name("records.jsonl")
 BEGIN = "<!-- measured on a device: written by python -m benchmarks.device_hour.render -->"
@@ -30,7 +42,7 @@ python -m benchmarks.device_hour --output runs/device
 
 
 def block(records: list[dict]) -> str:
-    """The text between the marks."""
+    """The text between the comments."""
     results = Results.latest(records)
     machines = results.of("machine")
     if not any(one["kind"] in ("kernel", "side", "parity", "train") for one in results.records):
@@ -47,7 +59,6 @@ def block(records: list[dict]) -> str:
     parts += [
         table(("what", "measured"), _figure_rows(results)),
         _titled("Steps", STEP_HEAD, _step_rows(results)),
-        _titled("Parts of a step, in ms", ("step", "side", *PHASES), _phase_rows(results)),
         _correctness(results),
         _not_done(results),
     ]
@@ -88,10 +99,8 @@ def _figures(results: Results) -> Iterator[tuple[str, float | None, str]]:
         rates = [side["tokens_per_second"] if side else None for side in sides]
         yield f"tokens/s relative to transformers, {what}", _ratio(*rates), "x"
     small, large = results.step("step", OURS), results.step("large", OURS)
-    of_ceiling = "share of the measured matrix-product rate"
-    yield f"3B: model FLOP/s, {of_ceiling}", _ceiling_share(small, "model_flops"), "%"
-    yield f"7B, ViT frozen, recomputed: model FLOP/s, {of_ceiling}", _ceiling_share(large, "model_flops"), "%"
-    yield f"7B, the same with FLOPs of recomputation, {of_ceiling}", _ceiling_share(large, "hardware_flops"), "%"
+    yield ("7B, ViT frozen: FLOP/s with recomputation, share of the measured matrix-product rate",
+           _hardware_share(large), "%")  # fmt: skip
     floor_ms = None
     if small and small["phases_ms"] and results.copy_gbps:
         floor_ms = OPTIMIZER_BYTES_PER_PARAM * small["params_trained"] / results.copy_gbps / 1e6
@@ -113,11 +122,11 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-def _ceiling_share(step: dict | None, flops: str) -> float | None:
-    """Percent of the measured ceiling at which these FLOPs ran."""
+def _hardware_share(step: dict | None) -> float | None:
+    """Percent of the measured ceiling at which the FLOPs of ``step`` ran, with those of recomputation."""
     if step is None or step["share_of_measured_ceiling"] is None:
         return None
-    return 100 * step["share_of_measured_ceiling"] * step[flops] / step["model_flops"]
+    return 100 * step["share_of_measured_ceiling"] * step["hardware_flops"] / step["model_flops"]
 
 
 STEP_HEAD = ("command", "side", "tokens", "seconds (least .. largest)", "by published figures", "tokens/s",
@@ -158,27 +167,22 @@ def _predicted(results: Results, label: str, step: dict) -> float | None:
     if known is None or known.peak_flops is None or not runs:
         return None
     (run,) = runs
-    # imported here, because it takes seconds
-    from benchmarks.plan.device import predicted_step
-    from tests.meta.step import Case
+    model = model_config(run["size"], run["frozen"], run["recompute"], run.get("offload", False))
+    microbatches = microbatches_of(step["tokens"] // run["num_microbatches"], run["num_microbatches"], run["mix"])
+    counts = np.stack([sample_counts(_lengths(samples)).sum(axis=0) for samples in microbatches])
+    settings = Run(step_arguments("--use-distributed-optimizer", "--bf16"), model, DataConfig("hf", ("data.json",)), 1)
+    calibration = calibration_by_device(settings, known, known.links)
+    return Predictor(settings, calibration).predict(Workload(((counts,),))).seconds
 
-    case = Case(run["size"], freeze=tuple(run["frozen"]), recompute="full" if run["recompute"] else "none",
-                offload=1000 * run.get("offload", False))
-    samples = microbatches_of(step["tokens"] // run["num_microbatches"], run["num_microbatches"], run["mix"])
-    return predicted_step(case.model(), samples, known).seconds
+
+def _lengths(samples: Sequence[Sample]) -> Lengths:
+    rows = [(num_tokens(one), num_targets(one), len(one[0]), num_patches(one), sum(map(image_pairs, one[0])),
+             sum(window_pairs(grid, WINDOW) for grid in one[0])) for one in samples]  # fmt: skip
+    return Lengths(*np.array(rows).T)
 
 
 def _with_error(predicted: float, measured: float) -> str:
     return f"{predicted:.3f} ({predicted / measured - 1:+.1%})"
-
-
-PHASES = ("start", "forward", "backward", "optimizer")
-
-
-def _phase_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    for label, side, step in _steps(results):
-        if step["phases_ms"]:
-            yield label, side, *(_number(step["phases_ms"].get(name)) for name in PHASES)
 
 
 def _correctness(results: Results) -> list[str]:
@@ -198,7 +202,7 @@ def _not_done(results: Results) -> list[str]:
 
 
 def put(document: str, text: str) -> str:
-    """``document`` with ``text`` between the marks.  Raises ValueError without them."""
+    """``document`` with ``text`` between the comments.  Raises ValueError without them."""
     if document.count(BEGIN) != 1 or document.count(END) != 1:
         raise ValueError(f"expected one line {BEGIN!r} and one line {END!r}")
     before, _, rest = document.partition(BEGIN)

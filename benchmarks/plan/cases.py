@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import step_arguments
-from benchmarks.sides import model_config, resized
+from benchmarks.measure import model_config, step_arguments
+from benchmarks.sides import resized
 from mm.batch import BatchTotals, Grid, Microbatch, StepPlan
 from mm.config.args import Arguments
 from mm.config.data import DataConfig
@@ -27,13 +27,13 @@ from mm.device.device import Device
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.placement import PipelineLayout
-from mm.plan.measure import ProbeSizes, measure, random_microbatch
+from mm.plan.measure import measure, random_microbatch
 from mm.run.step import Setup, step
 
 NUM_MICROBATCHES, NUM_BATCHES = 8, 3
 _QUICK_MICROBATCHES, _QUICK_BATCHES = 2, 1
-_SIZES = ProbeSizes(num_tokens=768, num_patches=1024)
-_QUICK_SIZES = ProbeSizes(num_tokens=192, num_patches=256)
+_SIZES, _QUICK_SIZES = (768, 1024), (192, 256)
+"""Tokens and patches of the largest microbatch."""
 _LORA = LoraConfig(r=8, target_modules=("all-linear",))
 
 
@@ -177,10 +177,10 @@ def _calibrated(device: Device, world_size: int, is_quick: bool) -> Calibration:
     sizes = _QUICK_SIZES if is_quick else _SIZES
     cases = cases_of(world_size, is_quick)
     tp_sizes = sorted({1, *(case.tp_size for case in cases)})
-    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, sizes, 1)
+    found = measure(device, arguments(1), model_of(plain, is_quick), tp_sizes, *sizes, 1)
     if not any(case.has_lora for case in cases):
         return found
-    more = measure(device, arguments(1), model_of(lora, is_quick), [1], sizes, 1)
+    more = measure(device, arguments(1), model_of(lora, is_quick), [1], *sizes, 1)
     return replace(found, blocks=(*found.blocks, *(one for one in more.blocks if one.key not in found.by_key)))
 
 

@@ -18,10 +18,9 @@ from benchmarks.measure import command, report
 from mm.config.run import Run, load_run
 from mm.cost.by_device import calibration_by_device
 from mm.device.device import KNOWN_DEVICES
-from mm.plan.choices import ENCODER_BATCH_SIZES, choices, present_choice
-from mm.plan.distributions import mixed
+from mm.plan.layouts import mixed
 from mm.plan.lists import Lists
-from mm.plan.search import LayoutSearch, Planned
+from mm.plan.search import ENCODER_BATCH_SIZES, LayoutSearch, Planned, choices, present_choice
 from tests.files import ROOT, table
 
 DATA = {"llava": {"llava": 1.0}, "documents": {"documents": 1.0}, "videos": {"videos": 1.0},

@@ -15,7 +15,7 @@ resumes equals the uninterrupted one to the bit.
 
 ``speed`` times whole steps (schedule, gradient clipping, Adam) of the real sizes with random weights on one device,
 ours and transformers' in turn for ``--rounds`` rounds, each side in a new process.  Samples are equal, of 689 tokens,
-315 of them visual; with ``--mix`` their lengths and pictures differ, so that transformers pads, and our attention
+315 of them visual; with ``--mix`` their lengths and images differ, so that transformers pads, and our attention
 handles segments of different lengths.
 
 ``parity``, ``train`` and ``speed`` print JSON and append each result to ``--records`` at once; the exit status is 1
@@ -25,7 +25,7 @@ when a tolerance is missed.
 with one thread each, against transformers in one process with two threads.  transformers is always tuned: fused AdamW,
 SDPA, and its own linear patch embedding instead of the 3-D convolution.
 
-``encoder`` compares ViTs on two tensor-parallel processes, on batches of pictures with little text: cut like the LLM,
+``encoder`` compares ViTs on two tensor-parallel processes, on batches of images with little text: cut like the LLM,
 whole on both (``encoder_placement``), or whole with the images of all microbatches in one pass
 (``encoder_batch_microbatches``).
 
@@ -96,9 +96,9 @@ def cpu(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     """Time one stage, then two, in new processes; or, with ``--is-rank``, work as one of these."""
     if flags.is_rank:
         device = Device.pick("cpu")
-        from benchmarks.step.cpu import measure
+        from benchmarks.step.cpu import against_peer
 
-        found = measure(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
+        found = against_peer(device, flags.rounds, flags.micro_batch_size, flags.num_microbatches, flags.quick)
         return _reported(found, flags)
     results = []
     for num_stages in (1, 2):
@@ -117,9 +117,9 @@ def encoder(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     if not flags.is_rank:
         return _on_two_ranks("encoder", flags, own_arguments)
     device = Device.pick("cpu")
-    from benchmarks.step.encoder import measure
+    from benchmarks.step.cpu import encoders
 
-    return _reported(measure(device, flags.rounds, flags.quick, flags.sequence_parallel), flags)
+    return _reported(encoders(device, flags.rounds, flags.quick, flags.sequence_parallel), flags)
 
 
 def sharding(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
@@ -127,9 +127,9 @@ def sharding(flags: argparse.Namespace, own_arguments: list[str]) -> bool:
     if not flags.is_rank:
         return _on_two_ranks("sharding", flags, own_arguments)
     device = Device.pick("cpu")
-    from benchmarks.step.sharding import measure
+    from benchmarks.step.cpu import strategies
 
-    return _reported(measure(device, flags.rounds, flags.num_microbatches, flags.quick), flags)
+    return _reported(strategies(device, flags.rounds, flags.num_microbatches, flags.quick), flags)
 
 
 def _on_two_ranks(name: str, flags: argparse.Namespace, own_arguments: list[str]) -> bool:
@@ -193,7 +193,7 @@ def _add_speed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int,
                         help="tokens of a microbatch, in whole samples without --mix; default 8192, 4096 for 7b")
     parser.add_argument("--num-microbatches", type=int, default=1)
-    parser.add_argument("--mix", action="store_true", help="samples of different lengths and pictures")
+    parser.add_argument("--mix", action="store_true", help="samples of different lengths and images")
     parser.add_argument("--freeze", nargs="*", default=[], choices=("vision", "projector", "language"))
     parser.add_argument("--recompute", action="store_true", help="keep only layer inputs, on both sides")
     parser.add_argument("--offload", action="store_true", help="keep activations in host memory, on our side")

@@ -8,9 +8,9 @@ import statistics
 
 import torch
 
-from benchmarks.measure import versions
+from benchmarks.measure import model_config, versions
 from benchmarks.records import LOSS, NORM
-from benchmarks.sides import Ours, Peer, model_config, random_tensors, resized
+from benchmarks.sides import Ours, Peer, random_tensors, resized
 from mm.config.model import ModelConfig
 from mm.device.device import Device
 from mm.weights.table import fuse, model_weights

@@ -1,24 +1,30 @@
-"""Time and memory of whole steps on one device, ours and transformers' in turn.
+"""Time and memory of whole steps on one device, ours and transformers' in turn, and what formulas say of them.
 
 Started by ``python -m benchmarks.step speed``.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Memory, Phases, profiled, reset_peak_memory, versions
+from benchmarks.measure import Memory, Phases, model_config, profiled, reset_peak_memory, versions
 from benchmarks.records import LOSS, NORM, OURS, PEER, Results, together
-from benchmarks.step.floors import ExpectedMemory, Params, hardware_flops
 from mm.batch import BatchTotals, Microbatch
 from mm.config.model import ModelConfig
+from mm.cost.layer_memory import FP32, WIDTHS
+from mm.cost.memory import ChunkMemory, MicrobatchSizes
+from mm.cost.stage_memory import StageMemory
 from mm.device.device import Device
-from mm.model.flops import training_flops
+from mm.model.flops import blocks, training_flops
+from mm.weights.table import Place, model_weights
+from mm.weights.trained import GradientPath, is_frozen
 from tests.workload import microbatches_of
 
 NUM_WARMUP, NUM_TIMED = 3, 7
@@ -27,11 +33,17 @@ DEFAULT_TOKENS = {"7b": 4096}
 --recompute``."""
 SPEED_TOLERANCES = {"fp32": {LOSS: 1e-4, NORM: 1e-3}, "bf16": {LOSS: 1e-2, NORM: 5e-2}}
 GIB = 2**30
+OPTIMIZER_BYTES_PER_PARAM = 30
+"""Least memory traffic of one update, in one pass: fp32 weight and both moments read and written, gradient read, bf16
+weight written.  ``mm.cost.by_device`` has what our kernels move."""
+FROZEN_BYTES_PER_PARAM = WIDTHS["bf16"]
+STATE_BYTES_PER_PARAM = FROZEN_BYTES_PER_PARAM + 4 * FP32
+"""bf16 weight, and in fp32 gradient, weight and two moments."""
 
 
 def time_side(flags: argparse.Namespace, device: Device) -> dict:
     """Build one side, warm up, and time its steps."""
-    from benchmarks.sides import Ours, Peer, model_config, peer_attention, random_tensors
+    from benchmarks.sides import Ours, Peer, peer_attention, random_tensors
     from mm.parallel.megatron import DTYPES
     from tests.microbatches import random_microbatch
 
@@ -105,6 +117,52 @@ def expectations(model: ModelConfig, batch: list[Microbatch]) -> dict:
         "params_trained": Params.of(model).trained,
         "expected_memory_gib": {name: value / GIB for name, value in vars(memory).items()},
     }
+
+
+@dataclass(frozen=True)
+class Params:
+    """Numbers of trained and of frozen weights of a model."""
+
+    trained: int
+    frozen: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Params":
+        sizes = [(math.prod(weight.shape), is_frozen(weight, model)) for weight in model_weights(model)]
+        return cls(sum(n for n, frozen in sizes if not frozen), sum(n for n, frozen in sizes if frozen))
+
+
+@dataclass(frozen=True)
+class ExpectedMemory:
+    """Bytes on one device at the peak of a bf16 step without parallelism, as ``--dry-run`` computes them."""
+
+    states: int
+    activations: int
+    at_work: int
+    """Logits, or the temporary tensors of one layer."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, largest: BatchTotals) -> "ExpectedMemory":
+        """``largest``: the counts of the largest microbatch."""
+        params, placement = Params.of(model), model.placement()
+        memory = StageMemory(tuple(ChunkMemory(model, placement, placement[0, chunk], tp_size=1, precision="bf16")
+                                   for chunk in range(placement.num_chunks)))
+        rows = MicrobatchSizes(largest.num_tokens, largest.num_patches, largest.num_target_tokens)
+        states = STATE_BYTES_PER_PARAM * params.trained + FROZEN_BYTES_PER_PARAM * params.frozen
+        kept = memory.kept_bytes(rows, num_microbatches=1)
+        return cls(states, kept, memory.peak_bytes(rows, num_microbatches=1, state_bytes=0) - kept)
+
+
+def hardware_flops(model: ModelConfig, totals: BatchTotals) -> float:
+    """FLOPs of one step including full recomputation.  Frozen layers without a backward pass are not recomputed."""
+    path, flops = GradientPath.of(model), training_flops(model, totals)
+    trained = {(weight.place, weight.layer) for weight in model_weights(model) if not is_frozen(weight, model)}
+    recomputes = {Place.VISION_LAYER: model.vision.recompute.granularity == "full",
+                  Place.LANGUAGE_LAYER: model.language.recompute.granularity == "full"}  # fmt: skip
+    for block in blocks(model, totals):
+        needs = path.needs_input_gradient(block.place, block.layer) or (block.place, block.layer) in trained
+        flops += block.forward * (recomputes.get(block.place, False) and needs)
+    return flops
 
 
 def speed(flags: argparse.Namespace, own_arguments: list[str]) -> tuple[dict, bool]:

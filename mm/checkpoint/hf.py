@@ -1,14 +1,12 @@
-"""Hugging Face directories as a source of weights: finds and checks their files, and describes them as views.
+"""Hugging Face directories: finds and checks their files, describes them as views, and lays out new ones.
 
 Only headers are read.  Names and shapes come from ``mm.weights.table``.
-
-New Hugging Face directories modelled on a base: which tensor goes into which file, and the other files.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,7 @@ from mm.checkpoint.hf_config import (
     stated_family,
     with_dtype,
 )
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import (
     FLOAT_DTYPES,
     read_header,
@@ -35,20 +33,14 @@ from mm.checkpoint.safetensors import (
 )
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.files import json_object
-from mm.weights.names import LIVE_STARTS, published_name
-from mm.weights.table import model_weights
+from mm.weights.table import model_weights, published_name
 from mm.weights.views import Stored, TargetFile, View, dtype_name, whole_view, whole_views
 
+HF_CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
-def are_module_names(names: Iterable[str]) -> bool:
-    """Whether Hugging Face names are spelled as in the live module."""
-    starts = tuple(LIVE_STARTS.values())
-    return any(published_name(name) != name for name in names if name.startswith(starts))
 
 
 @dataclass(frozen=True)
@@ -66,11 +58,7 @@ class HFDirectory:
 
     @classmethod
     def open(cls, path: str | Path, weights_required: bool = True) -> "HFDirectory":
-        """Find and check config and shards; only headers are read.
-
-        With ``weights_required=False`` a directory without weights is accepted too (``tensors`` is empty).  Raises
-        UserError if it is of another model, or its weights are incomplete, damaged or in another format.
-        """
+        """Find and check config and shards; without ``weights_required``, there may be no shards."""
         directory = Path(path)
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory; expected a Hugging Face model directory.")
@@ -80,9 +68,9 @@ class HFDirectory:
             raise UserError(f"{directory} holds a LoRA adapter, not a model; give the directory of its base model "
                             f"(adapter_config.json: base_model_name_or_path).")
         config, config_bytes = _read_config(directory)
-        stated_family(config, directory / "config.json")
+        stated_family(config, directory / HF_CONFIG_FILE)
         if "quantization_config" in config:
-            raise UserError(f"{directory / 'config.json'} has a quantization_config: quantized weights can be neither "
+            raise UserError(f"{directory / HF_CONFIG_FILE} has a quantization_config: quantized weights can be neither "
                             f"trained nor converted; give the unquantized model.")
         if not (has_weights or weights_required or any(name.endswith(".bin") for name in files)):
             return cls(directory, config, {}, None, config_bytes)
@@ -91,7 +79,7 @@ class HFDirectory:
     @property
     def files(self) -> tuple[Path, ...]:
         """config.json and all weight files."""
-        return self.path / "config.json", *(self.path / file for file in self.contents)
+        return self.path / HF_CONFIG_FILE, *(self.path / file for file in self.contents)
 
     @cached_property
     def contents(self) -> Mapping[str, Mapping[str, Stored]]:
@@ -107,13 +95,10 @@ class HFDirectory:
 
     def model_config(self) -> ModelConfig:
         """The model that ``config.json`` describes, on one stage."""
-        return model_from_hf(self.config, file=self.path / "config.json")
+        return model_from_hf(self.config, file=self.path / HF_CONFIG_FILE)
 
     def check(self, model: ModelConfig) -> None:
-        """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's.
-
-        Raises UserError with each setting that differs, else with each tensor that does not fit.
-        """
+        """Check that config.json describes ``model``, and that the weights, if any, are exactly the model's."""
         self.check_config(model)
         refuse(self.views(model)[1] if self.tensors else ())
 
@@ -154,15 +139,14 @@ def output_layer_hint(name: str) -> str:
 
 
 def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConfig) -> tuple[list[View], list[Path]]:
-    """Views and files of the LLM in ``path``, which may be a text-only model or a whole one; paths are absolute.
+    """Views and files of the LLM in ``path``, a text-only model or a whole one; paths are absolute.
 
-    ``config`` is the config.json of the whole ``model``.  Raises UserError with each setting that differs, or each
-    tensor that is missing or has another shape.
+    ``config`` is the config.json of the whole ``model``, and must state an LLM of the same size.
     """
     directory = Path(path).resolve()
     found, config_bytes = _read_config(directory)
     expected, actual = (one.get("text_config") or one for one in (config, found))
-    refuse(f"{directory / 'config.json'}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
+    refuse(f"{directory / HF_CONFIG_FILE}: {key} is {actual.get(key)}, but the whole model has {expected.get(key)}; "
            f"give an LLM of the same size." for key in language_keys(model.family)
            if actual.get(key) != expected.get(key))
     tensors, index = _read_tensors(directory)
@@ -178,7 +162,7 @@ def language_views(path: str | Path, config: Mapping[str, Any], model: ModelConf
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
     """``config.json`` of a directory, parsed and as bytes."""
-    path = directory / "config.json"
+    path = directory / HF_CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{path} does not exist; expected a Hugging Face model directory with its config.json.")
     config_bytes = path.read_bytes()
@@ -212,10 +196,8 @@ def _find_shards(directory: Path) -> tuple[dict[str, Any] | None, list[str]]:
         raise UserError(f"{path} has no 'weight_map' of tensor names to shard files; download it again.")
     shards = list(dict.fromkeys(weight_map.values()))
     if missing := [name for name in shards if name not in files]:
-        raise UserError(
-            f"{directory} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} lists: "
-            f"{', '.join(missing)}. The download was probably interrupted; finish it."
-        )
+        raise UserError(f"{directory} lacks {len(missing)} of the {len(shards)} shards that {INDEX_FILE} lists: "
+                        f"{', '.join(missing)}. The download was probably interrupted; finish it.")
     return index, shards
 
 
@@ -260,6 +242,8 @@ def _parsed(path: Path, raw: bytes) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}); download it again.") from error
 
 
+# New directories, modelled on a base
+
 _SHARD_BYTES = 5_000_000_000
 """Size of a shard file if the base has no weights; transformers 4 used 5 GB as well."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".bin.index.json")
@@ -270,8 +254,7 @@ Dtypes = Mapping[str, torch.dtype]
 def hf_targets(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> tuple[list[View], list[TargetFile]]:
     """Views and files of a new directory: the shards of ``base`` if it has weights, else new ones.
 
-    ``dtypes`` are the source's, by published name; a conversion keeps them.  A shard with the same dtypes as in the
-    base gets a byte-identical header.
+    ``dtypes`` are the source's, by published name.  A shard with the dtypes of the base gets the same header bytes.
     """
     weights = {name: weight for weight in model_weights(model) for name in weight.hf_names}
     shapes = {name: shape for weight in weights.values()
@@ -311,17 +294,11 @@ def _shards(base: HFDirectory, model: ModelConfig, dtypes: Dtypes) -> Iterator[t
         yield SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors", shard
 
 
-def is_hf_target(path: Path) -> bool:
-    """Whether this is a Hugging Face directory, which a conversion to this format may replace."""
-    return (path / "config.json").is_file()
-
-
 def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFile]) -> None:
     """Write everything besides the weights ``files``: config.json, the index, and the base's other top-level files.
 
     Weights, pickles and hidden files are not copied.  config.json states the dtype of the weights, and gets the keys
-    that transformers 4.57 or 5 would miss; if nothing changes, it is copied byte for byte.  The index is copied too if
-    the tensors are the same; a new index keeps the base's other metadata.
+    that transformers 4.57 or 5 would miss.  What does not change is copied byte for byte.
     """
     for file in sorted(base.path.iterdir()):
         is_weights = is_model_weights(file.name) or file.name.endswith(_PICKLE_SUFFIXES)
@@ -334,7 +311,7 @@ def write_other_files(base: HFDirectory, folder: Path, files: Sequence[TargetFil
         config = with_dtype(config, dtypes[0])
     config = for_both_versions(config)
     if config != base.config:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / HF_CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     index = folder / INDEX_FILE
     if is_like_base and base.index is not None:
         shutil.copyfile(base.path / INDEX_FILE, index)

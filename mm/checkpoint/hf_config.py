@@ -1,33 +1,29 @@
-"""Converts Hugging Face's ``config.json``, flat (transformers 4) or nested (5), to a ModelConfig, and compares models.
-
-Also adds the keys that either version needs to read the same model from it.
-"""
+"""``config.json``, flat (transformers 4) or nested (5): the model that it describes, compared with others, and written
+so that both versions read the same model."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.mindspeed import OTHER_MODELS
 from mm.config.model import ModelConfig
-from mm.config.schema import expected, settings_of, shown
-from mm.config.strict_json import parse_json, read_json
+from mm.config.schema import expected, parse_json, read_json, settings_of, shown
 from mm.errors import UserError, refuse
+from mm.families import FAMILIES, TITLES, family_of
 from mm.families.family import ROPE_KEYS, Family, Section
-from mm.families.known import FAMILIES, TITLES, family_of
 
 FREE_ON_RESUME = ("pipeline_num_layers", "encoder_placement", "encoder_batch_microbatches", "freeze", "freeze_layers",
                   "freeze_modules", "trainable_modules", "lora", "rates", "recompute", "offload",
                   "init_method_std")  # fmt: skip
 """Fields of a model that may differ between save and load: they do not change what a stored tensor means.  Adapters,
-which are other tensors, are compared in ``mm.checkpoint.merge_lora``."""
+which are other tensors, are compared in ``mm.checkpoint.adapters``."""
 FREE_FIELDS = (*FREE_ON_RESUME, "max_position_embeddings")
 """The same for a model from a config.json, whose max_position_embeddings has no effect here."""
 
@@ -54,8 +50,7 @@ def model_from_hf(
 ) -> ModelConfig:
     """The model of a parsed ``config.json``, all on one stage; ``file`` is its path, for messages.
 
-    Absent keys take the value of ``otherwise``, or without it transformers' defaults.  Raises UserError for a model of
-    another family, a missing size, values that no model can have, and a rotary embedding that is not computed here.
+    Absent keys take the value of ``otherwise``, or without it transformers' defaults.
     """
     family = otherwise.family if otherwise is not None else stated_family(config, file)
     sections, found = _sections(config, family, file), {"vision": {}, "projector": {}, "language": {}}
@@ -112,14 +107,11 @@ def _sections(config: Section, family: Family, file: object) -> dict[str, Sectio
 # Comparing models
 
 
-@dataclass(frozen=True)
-class FieldDifference:
-    """A field in which two models differ, with tuples as lists, as in JSON."""
+class FieldDifference(NamedTuple):
+    """A field in which two models differ, its key in a model JSON, and both values, with tuples as lists."""
 
     field: str
-    """"language.num_layers", or "image_token_id" at the top."""
     json_name: str
-    """The key in a model JSON file."""
     first: Any
     second: Any
 
@@ -143,11 +135,10 @@ def _equal(one: Any, other: Any) -> bool:
 def hf_problems(
     model: ModelConfig, directory: str | Path, model_path: str, config_bytes: bytes | None = None
 ) -> list[str]:
-    """How ``model``, read from ``model_path``, differs from the model in ``directory``.
+    """How ``model``, read from ``model_path``, differs from the model in ``directory``: a table in one problem.
 
-    One problem with a table of all differing fields; empty when they agree or ``directory`` has no ``config.json``.
-    A field that the Hugging Face file leaves out is not compared.  ``config_bytes``: the content of ``config.json``,
-    if it has already been read.
+    Empty if they agree or there is no ``config.json``.  What that file leaves out is not compared.  ``config_bytes``:
+    its content, if it has already been read.
     """
     path = Path(directory) / "config.json"
     if config_bytes is None and not path.is_file():
@@ -162,9 +153,8 @@ def hf_problems(
         return list(error.problems)
     if not found:
         return []
-    width = max(len(difference.json_name) for difference in found)
-    table = "\n".join(f"    {difference.json_name:<{width}}  {difference.first}  |  {difference.second}"
-                      for difference in found)
+    width = max(len(one.json_name) for one in found)
+    table = "\n".join(f"    {one.json_name:<{width}}  {one.first}  |  {one.second}" for one in found)
     return [f"{model_path} describes another model than {path}; use the model JSON of the same size. Differing fields "
             f"(model JSON | config.json):\n{table}"]
 
@@ -173,11 +163,9 @@ def stored_problems(
     where: Path, stored: ModelConfig, model: ModelConfig, but: tuple[str, ...] = FREE_FIELDS
 ) -> list[str]:
     """A problem for each field in which ``model`` differs from ``stored``, the model of the checkpoint at ``where``."""
-    return [
-        f"{where}: the checkpoint was saved with {difference.json_name} = {difference.first!r}, but the model JSON "
-        f"says {difference.second!r}; give the model JSON that it was trained with."
-        for difference in sorted(differences(stored, model, but), key=attrgetter("json_name"))
-    ]
+    return [f"{where}: the checkpoint was saved with {one.json_name} = {one.first!r}, but the model JSON says "
+            f"{one.second!r}; give the model JSON that it was trained with."
+            for one in sorted(differences(stored, model, but), key=attrgetter("json_name"))]
 
 
 # Other facts in config.json

@@ -31,10 +31,7 @@ def manifest_text(content: Mapping[str, Any], key: str, tensors: Sequence[Mappin
 
 
 def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[str, Any]:
-    """Read the manifest in ``folder``, without its format and version; ``advice`` ends the error messages.
-
-    Raises UserError if it is missing, damaged, or of another format or version.
-    """
+    """Read and verify the manifest in ``folder``, without format and version; ``advice`` ends the error messages."""
     path = folder / MANIFEST_FILE
     try:
         content = json_object(path.read_text(encoding="utf-8"))
@@ -49,10 +46,7 @@ def read_manifest(folder: Path, format: str, version: int, advice: str) -> dict[
 
 
 def read_head(folder: Path, key: str) -> dict[str, Any]:
-    """Read the manifest in ``folder`` up to the list ``key``, which is most of a large file.
-
-    The checksum covers the whole file, so it is not verified.  Raises UserError if the file cannot be read.
-    """
+    """The manifest in ``folder`` up to the list ``key``, most of a large file; so its checksum is not verified."""
     path, head = folder / MANIFEST_FILE, []
     try:
         with path.open(encoding="utf-8") as lines:
@@ -69,10 +63,8 @@ def read_head(folder: Path, key: str) -> dict[str, Any]:
 
 def tensor_json(stored: Stored) -> dict[str, Any]:
     """A tensor's entry in a manifest."""
-    return {
-        "file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
-        "crc32": stored.crc32,
-    }  # fmt: skip
+    return {"file": stored.file, "name": stored.name, "dtype": DTYPE_NAMES[stored.dtype], "shape": stored.shape,
+            "crc32": stored.crc32}
 
 
 def stated_tensor(entry: Mapping[str, Any], name: str | None = None) -> Stored:
@@ -87,8 +79,7 @@ def validated(
 ) -> Built:  # fmt: skip
     """``content`` as ``kind``: the value of ``key`` in the manifest in ``folder``, or all of it.
 
-    Raises UserError with the path of each key whose value does not fit, as in a manifest of another version; ``cure``
-    ends the messages.
+    Raises UserError with the path of each key whose value does not fit, and ``cure``.
     """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)

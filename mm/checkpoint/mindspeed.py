@@ -1,7 +1,6 @@
-"""Directories in MindSpeed-MM's layout, as a source of weights for any other layout.
+"""Directories in MindSpeed-MM's layout: conversions by this project, and conversions and checkpoints by MindSpeed-MM.
 
-Reads conversions by this project, and conversions and training checkpoints by MindSpeed-MM.  Without a manifest, the
-layout is inferred from file and tensor names, and the model must be given.
+Without a manifest, the layout is inferred from file and tensor names, and the model must be given.
 """
 
 import dataclasses
@@ -13,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from mm import environment
-from mm.checkpoint.layout import Layout, check_layout
+from mm.checkpoint.directories import LATEST_FILE, iteration_name, named_iteration
 from mm.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest, stated_tensor, tensor_json, validated
 from mm.checkpoint.mindspeed_layout import (
     RELEASE,
     TORCH_FILE,
     Format,
+    Layout,
     Storage,
     Structure,
+    check_layout,
     encoder_of,
     is_canonical_name,
     num_layers,
@@ -28,7 +29,6 @@ from mm.checkpoint.mindspeed_layout import (
     rank_of,
 )
 from mm.checkpoint.safetensors import read_header
-from mm.checkpoint.saved_steps import LATEST_FILE, iteration_name, named_iteration
 from mm.checkpoint.torch_file import read_consumed_samples, read_torch_file
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
@@ -67,10 +67,7 @@ class ConvertedManifest:
 
     @classmethod
     def read(cls, directory: Path) -> "ConvertedManifest | None":
-        """The manifest of ``directory``, or None.
-
-        Raises UserError if it is damaged or of another format or version.
-        """
+        """The manifest of ``directory``, or None; raises UserError if it is damaged or of another version."""
         if not (directory / MANIFEST_FILE).is_file():
             return None
         content = read_manifest(directory, FORMAT, VERSION, _CONVERT_AGAIN)
@@ -84,19 +81,13 @@ class ConvertedManifest:
         return cls(content["tool"], model, layout["tp_size"], storage, content["source"], tensors)
 
     def text(self) -> str:
-        """The content of the manifest file."""
         model = dataclasses.asdict(self.model)
-        layout = {
-            "vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
-            "llm_pp_layers": model["language"].pop("pipeline_num_layers"),
-            "tp_size": self.tp_size,
-        }
-        content = {
-            "format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
-            "save_format": self.storage.format.value, "structure": self.storage.structure.value,
-            "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
-            "model": model,
-        }  # fmt: skip
+        layout = {"vit_pp_layers": model["vision"].pop("pipeline_num_layers"),
+                  "llm_pp_layers": model["language"].pop("pipeline_num_layers"), "tp_size": self.tp_size}
+        content = {"format": FORMAT, "version": VERSION, "tool": self.tool, "source": dict(self.source),
+                   "save_format": self.storage.format.value, "structure": self.storage.structure.value,
+                   "vit_only": self.storage.vit_only, "adapters_only": self.storage.adapters_only, "layout": layout,
+                   "model": model}
         return manifest_text(content, "tensors", [tensor_json(tensor) for tensor in self.tensors])
 
 
@@ -110,18 +101,12 @@ class MindSpeedDirectory:
     manifest: ConvertedManifest | None
     storage: Storage
     num_chunks: int
-    """Virtual chunks per stage."""
     contents: Mapping[str, Mapping[str, Stored]]
     """Tensors by file (relative to ``path``) and name."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user, a field of every kind of directory; none here."""
 
     @classmethod
     def open(cls, path: str | Path) -> "MindSpeedDirectory":
-        """Find the ranks, the manifest and the offset of every tensor; no weights are read.
-
-        Raises UserError if it is not such a directory, or naming each damaged file.
-        """
+        """Find the ranks, the manifest and the offset of every tensor; no weights are read."""
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path} is not a directory; expected a directory that hf_to_mm wrote.")
@@ -171,16 +156,15 @@ class MindSpeedDirectory:
     ) -> tuple[ModelConfig, int]:
         """The model on the layout of this directory, and its tensor-parallel size.
 
-        Model and layout come from the manifest; without one, the model is ``model``, and the layout is inferred from
-        the files.  A layout ``given`` by ``flag`` must match.  Raises UserError if the layouts differ, the model is not
-        given, or the files do not hold all of it.
+        Both come from the manifest; without one, the model is ``model``, and the layout is inferred from the files.  A
+        layout ``given`` by ``flag`` must match.
         """
         adapters_only = self.storage.adapters_only  # adapter files may omit layers, so they do not show the layout
         found = self.manifest.layout if self.manifest else given if given and adapters_only else self.layout
         if given is not None and given != found:
             how = "was written with" if self.manifest else "holds files of"
-            raise UserError(
-                f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right directory.")
+            raise UserError(f"{flag} says {given}, but {self.path} {how} {found}; leave {flag} out, or give the right "
+                            f"directory.")
         if self.manifest is not None:
             return self.manifest.model, self.manifest.tp_size
         if model is None:
@@ -204,13 +188,10 @@ class MindSpeedDirectory:
         return found.place(model), found.tp_size
 
     def views(self, model: ModelConfig, tp_size: int) -> tuple[list[View], list[str]]:
-        """Views of all weights, and problems; ``model`` is on the layout of this directory.
-
-        Views have the checksums of the manifest.  Raises UserError if the manifest describes other files.
-        """
+        """Views of all weights, with the checksums of the manifest, and problems; ``model`` is on the layout found."""
         if self.manifest is not None and self.manifest.storage != self.storage:
-            raise UserError(
-                f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert again.")
+            raise UserError(f"{self.path} was written with {self.manifest.storage}, but holds {self.storage}; convert "
+                            f"again.")
         views: list[View] = []
         problems: list[str] = []
         known: dict[str, set[str]] = {}
@@ -241,7 +222,8 @@ class MindSpeedDirectory:
             return f"{path}: {name} is {dtype_name(stored.dtype)}; expected floating-point numbers."
         stated = self._stated.get((file, name))
         if self.manifest is not None and (stated is None or stated.dtype != stored.dtype):
-            return f"{path}: {name} is {dtype_name(stored.dtype)}, but {MANIFEST_FILE} does not list it; convert again."
+            listed = "does not list it" if stated is None else f"says {dtype_name(stated.dtype)}"
+            return f"{path}: {name} is {dtype_name(stored.dtype)}, but {MANIFEST_FILE} {listed}; convert again."
         return None
 
     def _left_over(self, known: Mapping[str, set[str]]) -> list[str]:
@@ -266,11 +248,9 @@ class MindSpeedDirectory:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All weight files."""
         return tuple(self.path / file for file in sorted(self.contents))
 
     def describe(self) -> list[str]:
-        """Lines for ``show``."""
         lines = [f"{self.path}: MindSpeed-MM's layout, {self.folder}, {self.storage}"]
         if self.manifest is None:
             return [*lines, f"layout: {self.layout} (no {MANIFEST_FILE}; inferred from the files)"]

@@ -1,4 +1,4 @@
-"""Which file in MindSpeed-MM's layout holds which weights, and in which form; for reading and for writing.
+"""Which file in MindSpeed-MM's layout holds which weights, and in which form.  Pure: opens no file.
 
 ``<dir>/latest_checkpointed_iteration.txt`` contains ``release``, and ``<dir>/release/mp_rank_TT[_PPP]/`` holds one
 rank's weights: ``model.safetensors`` (``model0.safetensors``, ``model1.safetensors``... with virtual chunks), or
@@ -6,7 +6,7 @@ rank's weights: ``model.safetensors`` (``model0.safetensors``, ``model1.safetens
 count layers from 0 in every slot.
 
 MindSpeed-MM's canonical structure (``enable_canonical_hf_struct``) keeps q, k, v and gate, up separate, and the ViT's
-qkv in Hugging Face's order; the rest equals the fused structure, which the trainer uses.  Pure: opens no file.
+qkv in Hugging Face's order; the rest equals the fused structure, which the trainer uses.
 """
 
 import re
@@ -17,11 +17,52 @@ from enum import Enum
 import torch
 
 from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.torch_file import Tensors, TorchFile
+from mm.checkpoint.torch_file import TorchFile
 from mm.config.model import EncoderPlacement, ModelConfig
-from mm.placement import StageSpec
+from mm.errors import refuse
+from mm.placement import PipelineLayout, StageSpec, layout_problems
 from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
 from mm.weights.views import TargetFile, View, shard_view
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placement of a checkpoint's layers: ``[chunk][stage]`` lists, and how tensor-parallel ranks divide them."""
+
+    vision: PipelineLayout
+    language: PipelineLayout
+    tp_size: int
+    encoder: EncoderPlacement = "cut"
+
+    @classmethod
+    def of(cls, model: ModelConfig, tp_size: int) -> "Layout":
+        return cls(model.vision.pipeline_num_layers, model.language.pipeline_num_layers, tp_size,
+                   model.encoder_placement)
+
+    def place(self, model: ModelConfig) -> ModelConfig:
+        return replace(model, vision=replace(model.vision, pipeline_num_layers=self.vision),
+                       language=replace(model.language, pipeline_num_layers=self.language),
+                       encoder_placement=self.encoder)
+
+    def __str__(self) -> str:
+        vision, language = ([list(chunk) for chunk in layout] for layout in (self.vision, self.language))
+        whole = f", encoder_placement {self.encoder}" if self.encoder != "cut" else ""
+        return f"vit_pp_layers {vision}, llm_pp_layers {language}, tp_size {self.tp_size}{whole}"
+
+
+def check_layout(layout: Layout, model: ModelConfig, flag: str) -> None:
+    """Raise UserError if ``model`` cannot be placed or cut on ``layout``, which ``flag`` gave."""
+    problems = layout_problems(layout.vision, layout.language, model.vision.num_layers, model.language.num_layers,
+                               f"{flag}.vit_pp_layers", f"{flag}.llm_pp_layers")
+    placed = replace(model, encoder_placement=layout.encoder)
+    if layout.tp_size not in placed.tp_sizes:
+        vision = "" if placed.encodes_whole else f", {model.vision.num_attention_heads} ViT heads"
+        problems.append(f"{flag}.tp_size is {layout.tp_size}; it must divide the model's "
+                        f"{model.language.num_query_groups} key/value heads, {model.language.num_attention_heads} "
+                        f"attention heads{vision} and {model.language.vocab_size} vocabulary rows; legal sizes are "
+                        f"{', '.join(map(str, placed.tp_sizes))}.")
+    refuse(problems)
+
 
 RELEASE = "release"
 TORCH_FILE = "model_optim_rng.pt"
@@ -90,13 +131,10 @@ def rank_files(model: ModelConfig, tp_size: int, storage: Storage) -> Iterator[R
             for chunk in range(placement.num_chunks):
                 spec, key = placement[stage, chunk], f"model{chunk if placement.num_chunks > 1 else ''}"
                 prefix = f"{key}/" if storage.format is Format.TORCH else ""
-                owned = {
-                    prefix + mindspeed_name(stage_local_name(stored, spec)): stored
-                    for weight in stage_weights(model, spec)
-                    if not (storage.vit_only and weight.part == "language")
-                    and weight.is_adapter == storage.adapters_only
-                    for stored in _kept(weight, storage)
-                }
+                owned = {prefix + mindspeed_name(stage_local_name(stored, spec)): stored
+                         for weight in stage_weights(model, spec)
+                         if not (storage.vit_only and weight.part == "language")
+                         and weight.is_adapter == storage.adapters_only for stored in _kept(weight, storage)}
                 rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if placement.num_stages > 1 else "")
                 file = TORCH_FILE if storage.format is Format.TORCH else f"{key}.safetensors"
                 yield RankFile(f"{rank}/{file}", key, tp_rank, owned)
@@ -128,23 +166,17 @@ def mindspeed_targets(
     views, files = [], []
     for name, members in by_file.items():
         owned = {key: (weight, member.tp_rank) for member in members for key, weight in member.weights.items()}
-        described = {
-            key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size)) for key, (weight, _) in owned.items()
-        }
-        file = _torch_file(name, members, described) if storage.format is Format.TORCH else safetensors_file(
-            name, [(key, *spec) for key, spec in described.items()])
+        described = {key: (dtypes[weight.hf_names[0]], local_shape(weight, tp_size))
+                     for key, (weight, _) in owned.items()}
+        if storage.format is Format.TORCH:
+            file = TorchFile.new(name, {
+                one.chunk_key: {key.removeprefix(f"{one.chunk_key}/"): described[key] for key in one.weights}
+                for one in members})
+        else:
+            file = safetensors_file(name, [(key, *spec) for key, spec in described.items()])
         files.append(file)
-        for stored in file.tensors:
-            weight, tp_rank = owned[stored.name]
-            views.append(shard_view(stored, weight, tp_size, tp_rank))
+        views += [shard_view(stored, owned[stored.name][0], tp_size, owned[stored.name][1]) for stored in file.tensors]
     return views, files
-
-
-def _torch_file(name: str, members: list[RankFile], described: Tensors) -> TorchFile:
-    return TorchFile.new(name, {
-        member.chunk_key: {key.removeprefix(f"{member.chunk_key}/"): described[key] for key in member.weights}
-        for member in members
-    })
 
 
 def rank_of(directory_name: str) -> tuple[int, int] | None:
@@ -154,10 +186,9 @@ def rank_of(directory_name: str) -> tuple[int, int] | None:
 
 
 def stored_weights(weight: Weight, structure: Structure) -> tuple[Weight, ...]:
-    """The tensors that store ``weight``, in the order of its Hugging Face tensors.
+    """The tensors that store ``weight``, each a ``Weight``, in the order of its Hugging Face tensors.
 
-    Each is a ``Weight`` that the functions of ``mm.weights.table`` can cut.  In the canonical structure, the ViT's qkv
-    is cut within each of its three parts, so a rank's shard is [Q; K; V] of that rank's heads.
+    In the canonical structure, the ViT's qkv is cut within each of its three parts: a shard is [Q; K; V] of its heads.
     """
     if structure is Structure.FUSED or weight.fusion is Fusion.COPY:
         return (weight,)
@@ -181,8 +212,7 @@ def num_layers(names: Iterable[str]) -> tuple[int, int]:
     """(ViT layers, LLM layers) of a slot with these tensor names."""
     counts = {"image_encoder.encoder.blocks": 0, "text_decoder.decoder": 0}
     for name in names:
-        match = _LAYER.match(name)
-        if match:
+        if match := _LAYER.match(name):
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
     return counts["image_encoder.encoder.blocks"], counts["text_decoder.decoder"]
 
@@ -201,4 +231,4 @@ def encoder_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> EncoderPlacemen
 
 def is_canonical_name(name: str) -> bool:
     """Whether only the canonical structure has a tensor of this name."""
-    return name.split(".")[-2:-1] != [] and name.split(".")[-2] in _SEPARATE
+    return name.rpartition(".")[0].rpartition(".")[2] in _SEPARATE

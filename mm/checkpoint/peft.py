@@ -21,15 +21,12 @@ from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
 from mm.errors import UserError, refuse
 from mm.files import json_object
-from mm.weights.adapters import model_adapters
-from mm.weights.names import ALL_LINEAR, live_name, published_name
-from mm.weights.table import model_weights
-from mm.weights.trained import saved_weights
+from mm.weights.table import ALL_LINEAR, live_name, model_weights, published_name
+from mm.weights.trained import model_adapters, saved_weights
 from mm.weights.views import Stored, TargetFile, View, whole_view, whole_views
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Prefix of PEFT's tensor names."""
 BASE_KEY = "base_crc32"
 """Key in the header of the weights: checksum of the base model they were trained on (``Source.base_crc32``)."""
 _DEFAULT = 8
@@ -58,7 +55,6 @@ class AdapterDirectory:
     tensors: Mapping[str, Stored]
     """By their name in the weight table."""
     base_crc32: int | None
-    """Checksum of the base model, if stated."""
 
     @classmethod
     def open(cls, path: str | Path) -> "AdapterDirectory":
@@ -102,11 +98,7 @@ class AdapterDirectory:
 
     def scale(self, layer: str, rank: int) -> float:
         """PEFT's factor for the adapter of ``layer``, which is named as in the live module."""
-        alpha = self.settings.alpha
-        for pattern, one in self._alphas:
-            if pattern.match(layer):
-                alpha = one
-                break
+        alpha = next((one for pattern, one in self._alphas if pattern.match(layer)), self.settings.alpha)
         return self.settings.scale(rank, alpha)
 
     @cached_property
@@ -120,10 +112,7 @@ class AdapterDirectory:
                             f"expressions for names of layers, and their alphas.") from error
 
     def views(self, model: ModelConfig, is_own: bool = False) -> tuple[list[View], list[str]]:
-        """Views of the weights that a checkpoint of ``model`` saves, and problems with tensors that do not fit.
-
-        ``is_own``: the model is that of ``self.model``, not of a run's settings.
-        """
+        """Views of the weights that a checkpoint of ``model`` (a run's, or its own) saves, and problems."""
         missing = ("without which the others are of no use; save or download it again" if is_own else
                    "which the settings of this run train: did --lora-target-modules, lora_mixed_training or "
                    "--trainable-modules change?")

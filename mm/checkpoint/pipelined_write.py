@@ -1,8 +1,7 @@
 """Writes tensors to a file in a pipeline of blocks: one is copied to the host, one checksummed, one written.
 
-``Host`` abstracts the copy from a device.  Nothing here communicates with other ranks, so a save may run in any thread.
-
-Copies in host memory of what a save writes, so that training may go on while they are written.
+``HostCopies`` copies everything first, so that training may go on.  Nothing here communicates with other ranks, so a
+save may run in any thread.
 """
 
 import zlib
@@ -31,7 +30,6 @@ class Host(Protocol):
 
     def host_buffer(self, num_bytes: int) -> Tensor | None:
         """Memory for ``start_copying_back``; None if tensors are already on the host."""
-        ...
 
     def start_copying_back(self, tensor: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin to copy ``tensor``; calling the result waits for the copy and returns it."""
@@ -73,12 +71,11 @@ class Values:
 def write_tensors(
     opened: BinaryIO, tensors: Sequence[tuple[str, Values]], host: Host = ON_HOST, block_bytes: int = BLOCK_BYTES
 ) -> dict[str, int]:
-    """Write ``tensors`` one after the other and return the checksums of the written bytes, by name.
+    """Write ``tensors`` from the file's position on, and return the checksums of the written bytes, by name.
 
     Two threads checksum and write the blocks; zlib and the write call release the GIL.  Host memory: at most
     ``NUM_BLOCKS`` blocks, and about as much again while padding is cut from one; none for tensors that are already on
-    the host and have no padding.  The file must be positioned at the first tensor.  Errors of the writer are raised,
-    and nothing more is written.
+    the host and have no padding.
     """
     buffers = cycle([host.host_buffer(block_bytes) for _ in range(NUM_BLOCKS)])
     crc32s = {name: 0 for name, _ in tensors}
@@ -134,11 +131,10 @@ _LARGEST_BYTES = 4 << 30
 
 
 def places_in_segments(sizes_bytes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where tensors of these sizes are copied: the segment and byte offset of each, and the size of each segment.
+    """The segment and byte offset of a tensor of each size, and the size of each segment.
 
-    Sizes of segments are powers of two, because torch rounds pinned memory up to one; a single segment could take
-    nearly twice the memory.  First-fit by decreasing size.  A new segment is no larger than what is left to place,
-    unless a single tensor needs it.
+    Segments are powers of two, because torch rounds pinned memory up to one, and none is larger than what is left to
+    place unless a tensor needs it: a single segment could take nearly twice the memory.  First fit, largest first.
     """
     aligned = [-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes_bytes]
     left = sum(aligned)
@@ -162,11 +158,7 @@ def _power_of_two(value: int) -> int:
 
 
 def host_segment(host: Host, num_bytes: int, needs: str, cure: str) -> Tensor:
-    """Host memory as bytes, pinned on an accelerator.
-
-    Raises UserError if it cannot be allocated.  The message begins with ``needs``, what needs the memory, and ends
-    with ``cure``, what to do.
-    """
+    """Host memory as bytes, pinned on an accelerator; ``needs`` and ``cure`` are for the message that it is missing."""
     try:
         pinned = host.host_buffer(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8) if pinned is None else pinned
@@ -182,20 +174,12 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is allocated now."""
         return sum(len(segment) for segment in self._segments)
 
     def take(self, live: Sequence[Values]) -> list[Values]:
-        """Copies of ``live``; returns when they are complete.  Earlier copies are overwritten.
-
-        Values that are copies already are returned unchanged.
-        """
+        """Copies of ``live``, complete on return, except of values that are copies.  Earlier copies are overwritten."""
         changing = [values for values in live if not values.is_copy]
-        copies = iter(self._copied(changing))
-        return [values if values.is_copy else next(copies) for values in live]
-
-    def _copied(self, live: Sequence[Values]) -> list[Values]:
-        flats = [values.live.detach().reshape(-1) for values in live]
+        flats = [values.live.detach().reshape(-1) for values in changing]
         places, sizes_bytes = places_in_segments([flat.nbytes for flat in flats])
         if sizes_bytes != [len(segment) for segment in self._segments]:
             self._segments = []  # freed before the new memory is allocated
@@ -205,5 +189,6 @@ class HostCopies:
         into = [self._segments[segment][at : at + flat.nbytes].view(flat.dtype)
                 for flat, (segment, at) in zip(flats, places, strict=True)]
         arriving = [self._host.start_copying_back(flat, memory) for flat, memory in zip(flats, into, strict=True)]
-        return [Values(arrived(), values.memory, values.start)
-                for values, arrived in zip(live, arriving, strict=True)]
+        copies = (Values(arrived(), values.memory, values.start)
+                  for values, arrived in zip(changing, arriving, strict=True))
+        return [values if values.is_copy else next(copies) for values in live]

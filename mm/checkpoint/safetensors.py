@@ -38,10 +38,7 @@ def refuse_lfs_pointer(path: Path, start: bytes) -> None:
 def read_header(
     path: Path, file: str | None = None, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> dict[str, Stored]:
-    """The tensors of one file by name, in file order; ``file`` is the file name they record (default: its own).
-
-    Raises UserError if the file is truncated or damaged, or has a tensor of a dtype not in ``dtypes``.
-    """
+    """The tensors of one file by name, in file order; ``file`` is the file name they record (default: its own)."""
     header, header_bytes = _read_json(path)
     size_bytes = path.stat().st_size
     header.pop("__metadata__", None)
@@ -87,10 +84,8 @@ def _stored(
     path: Path, file: str, name: str, entry: Mapping[str, Any], data_start: int, dtypes: Mapping[str, torch.dtype]
 ) -> Stored:
     if entry["dtype"] not in dtypes:
-        raise UserError(
-            f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
-            f"weights are not supported: give the unquantized model."
-        )
+        raise UserError(f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}. Quantized "
+                        f"weights are not supported: give the unquantized model.")
     start, stop = entry["data_offsets"]
     stored = Stored(file, name, dtypes[entry["dtype"]], tuple(entry["shape"]), data_start + start)
     if stop - start != stored.num_bytes:
@@ -106,10 +101,7 @@ Description = tuple[str, torch.dtype, tuple[int, ...]]
 def safetensors_file(
     name: str, tensors: Iterable[Description], metadata: Mapping[str, str] | None = None
 ) -> TargetFile:
-    """A file to write: ``tensors`` one after the other, wider dtypes first, so that every tensor is aligned.
-
-    ``metadata`` goes into the header.
-    """
+    """A file to write: ``tensors`` one after the other, wider dtypes first, so that every tensor is aligned."""
     ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     ends = [0]

@@ -2,11 +2,6 @@
 
 A source is a set of views that cover the model: a Hugging Face directory, one in MindSpeed-MM's layout, a training
 checkpoint or a PEFT directory.  Opening reads headers only.
-
-The row order of the ViT's qkv in a directory by MindSpeed-MM, which no file states.
-
-Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave it
-as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the same model shows which it is.
 """
 
 import hashlib
@@ -22,87 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm.checkpoint.directories import LATEST_FILE, complete_iterations, find_checkpoint
 from mm.checkpoint.hf import HFDirectory, language_views, output_layer_hint
 from mm.checkpoint.hf_config import FREE_ON_RESUME, model_from_hf, stored_problems
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Storage, Structure
+from mm.checkpoint.mindspeed_layout import Layout, Storage, Structure
 from mm.checkpoint.peft import AdapterDirectory, is_peft_directory
-from mm.checkpoint.saved_steps import LATEST_FILE, complete_iterations, find_checkpoint
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirectory
 from mm.config.args import VitQkvOrder
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
-from mm.families.known import FAMILIES
+from mm.families import FAMILIES
 from mm.weights.table import Fusion, Weight, local_shape, model_weights
 from mm.weights.views import View, ViewIndex, cut_dim, shard_spans
 
-
-@dataclass(frozen=True)
-class QkvOrder:
-    """How the order is determined: stated by the user, or by comparison with a Hugging Face directory."""
-
-    stated: VitQkvOrder | None = None
-    """The order that the user states."""
-    base: str | Path | None = None
-    """A Hugging Face directory of the model, or of the model that the training started from."""
-    flag: str = ""
-    """The flag that states the order; if empty, the order is not examined."""
-
-
-def in_qkv_order(
-    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
-) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
-    """Return ``directory`` annotated with its qkv order, and notes for the user.
-
-    Directories by this project, and those of the canonical structure, have one possible order.
-    """
-    if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
-        return directory, ()
-    whole = replace(directory, storage=replace(directory.storage, whole_vision_qkv=True))
-    found = order.stated
-    if found is None and order.base is not None:
-        base = HFDirectory.open(order.base, weights_required=False)
-        if base.tensors:
-            found = _order_by_comparison(directory, whole, model, tp_size, base)
-    if found is None:
-        return directory, (
-            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head.  If "
-            f"MindSpeed-MM 2.2.0 or 2.3.0 converted it, give {order.flag} whole",)
-    if found == "per_head":
-        return directory, ()
-    return whole, (f"{directory.path} has the ViT's qkv as a whole, as MindSpeed-MM 2.2.0 and 2.3.0 write it; it is "
-                   f"read correctly here",)
-
-
-def _order_by_comparison(
-    per_head: MindSpeedDirectory, whole: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
-) -> VitQkvOrder | None:
-    """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
-    weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
-    sides = [(base.path, base.views(model)), *((one.path, one.views(model, tp_size)) for one in (per_head, whole))]
-    if any(problems for _, (_, problems) in sides):
-        return None
-    expected, *both = (_rows(path, views, weight) for path, (views, _) in sides)
-    one, other = (float((found - expected).abs().sum()) for found in both)
-    if min(one, other) > max(one, other) / 2:
-        return None
-    return "whole" if other < one else "per_head"
-
-
-def _rows(root: Path, views: list[View], weight: Weight) -> Tensor:
-    """The whole Hugging Face tensor of ``weight`` in fp32."""
-    with Files(root) as files:
-        rows = range(weight.hf_shapes[0][0])
-        return files.block(ViewIndex(views), weight.hf_names[0], range(1), rows)[0].float()
-
-
 BLOCK_BYTES = 1 << 26
 """Bytes of a tensor read at once: the memory that reading takes besides the weight itself."""
-
-
 Directory = HFDirectory | MindSpeedDirectory | TrainingDirectory
 """Each has ``path``, ``contents`` (tensors by file and name), ``files`` and ``describe()``."""
 
@@ -130,9 +62,7 @@ class Source:
     files: tuple[Path, ...]
     """All weight files, and config.json or manifest."""
     directory: Directory | AdapterDirectory
-    """What was opened at ``path``."""
     storage: Storage | None = None
-    """How a directory in MindSpeed-MM's layout stores the weights."""
     iteration: int | None = None
     """Iteration of the training that wrote it; None if no training did."""
     consumed_samples: int | None = None
@@ -140,7 +70,7 @@ class Source:
     notes: tuple[str, ...] = ()
     """Notes for the user: leftovers of an interrupted save, or how the order of the ViT's qkv was determined."""
     base_crc32: int | None = None
-    """Checksum of the model that adapters were trained on (``model_crc32`` in mm.checkpoint.merge_lora), if stated."""
+    """Checksum of the model that adapters were trained on (``model_crc32`` in mm.checkpoint.adapters), if stated."""
     base_name: str | None = None
     """Directory of that model, or its name on the hub, if stated."""
 
@@ -208,10 +138,7 @@ class Source:
             self.directory.check_here(view.stored.file for view in self.views)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Check that ``model``, on any layout, is the stored model.
-
-        Raises UserError naming every field that differs.
-        """
+        """Raise UserError naming every field in which ``model``, on any layout, differs from the stored model."""
         match self.directory:
             case HFDirectory():
                 self.directory.check_config(model)
@@ -225,11 +152,10 @@ class Source:
     def check_optimizer(self) -> None:
         """Raise UserError if a training of MindSpeed-MM wrote it, because its optimizer state cannot be read."""
         if self.iteration is not None and self.kind is Kind.MINDSPEED:
-            raise UserError(
-                f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration {self.iteration}), whose "
-                f"optimizer state cannot be read here; add --no-load-optim to continue from that iteration with new "
-                f"optimizer state, or --finetune to start at step 0 from its weights."
-            )
+            raise UserError(f"--load {self.path} is a training checkpoint of MindSpeed-MM (iteration "
+                            f"{self.iteration}), whose optimizer state cannot be read here; add --no-load-optim to "
+                            f"continue from that iteration with new optimizer state, or --finetune to start at step 0 "
+                            f"from its weights.")
 
     def read(
         self, weight: Weight, tp_size: int, tp_rank: int, dtype: torch.dtype, block_bytes: int = BLOCK_BYTES
@@ -237,8 +163,6 @@ class Source:
         """One tensor-parallel rank's shard of ``weight``, padded with zeros, as ``dtype``.
 
         A stored tensor with a checksum is read completely and verified; of others, only the rank's part is read.
-
-        Raises UserError naming the tensor and file if a tensor is damaged.
         """
         advice = cure_of_damage(self.directory)
         shard = torch.zeros(local_shape(weight, tp_size), dtype=dtype)
@@ -275,11 +199,24 @@ def cure_of_damage(directory: Directory | AdapterDirectory) -> str:
 # Opening
 
 
-def find(path: str | Path, flag: str = "--load") -> Directory:
-    """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked.
+@dataclass(frozen=True)
+class QkvOrder:
+    """How to find the row order of the ViT's qkv in a directory by MindSpeed-MM, which no file states.
 
-    Raises UserError if it is of no known kind, incomplete or damaged.
+    Its converters of 2.1.0 and since 26.0.0 write qkv per head, as its runtime reads it; those of 2.2.0 and 2.3.0 leave
+    it as [Q; K; V] and cut that as a whole.  Comparing with a Hugging Face directory of the model shows which it is.
     """
+
+    stated: VitQkvOrder | None = None
+    """The order that the user states."""
+    base: str | Path | None = None
+    """A Hugging Face directory of the model, or of the model that the training started from."""
+    flag: str = ""
+    """The flag that states the order; if empty, the order is not examined."""
+
+
+def find(path: str | Path, flag: str = "--load") -> Directory:
+    """Open the directory at ``path``, which ``flag`` gave.  Only its headers are checked."""
     classes = {Kind.HUGGING_FACE: HFDirectory, Kind.MINDSPEED: MindSpeedDirectory, Kind.TRAINING: TrainingDirectory}
     return classes[find_kind(path, flag)].open(path)
 
@@ -290,9 +227,8 @@ def open_source(
 ) -> Source:
     """Open a weight directory of any kind, which ``flag`` gave, as a source.
 
-    ``layout`` is the layout that the user stated with ``layout_flag``.  For a directory in MindSpeed-MM's layout
-    without a manifest, ``model`` is its model, and ``qkv`` determines the order of the ViT's qkv.  Raises UserError if
-    the directory is of no known kind, incomplete, damaged, or not on the given layout.
+    ``layout`` is what the user stated with ``layout_flag``.  Directories in MindSpeed-MM's layout without a manifest
+    need ``model`` and ``qkv``.
     """
     directory = find(path, flag)
     match directory:
@@ -303,7 +239,7 @@ def open_source(
             source = _open_mindspeed(directory, layout, layout_flag, model, qkv or QkvOrder())
         case TrainingDirectory():
             source = open_training(directory)
-            if layout is not None and layout != source.layout:
+            if layout not in (None, source.layout):
                 raise UserError(f"{layout_flag} says {layout}, but {source.path} was saved with {source.layout}; leave "
                                 f"{layout_flag} out.")
     return source
@@ -312,11 +248,7 @@ def open_source(
 def open_to_train(
     path: str | Path, model: ModelConfig, needs_optimizer: bool = True, qkv: QkvOrder | None = None
 ) -> Source:
-    """Open the directory of ``--load``, which must hold all of ``model``.
-
-    Raises UserError if it is of no known kind, incomplete or of another model, or if the optimizer state is needed and
-    MindSpeed-MM trained it.
-    """
+    """Open the directory of ``--load``, which must hold all of ``model``."""
     source = open_source(path, "--load", model=model, qkv=qkv)
     if needs_optimizer:
         source.check_optimizer()
@@ -329,37 +261,29 @@ def open_to_train(
 def open_hf(directory: HFDirectory, language_path: str | Path | None = None) -> Source:
     """A Hugging Face directory as a source; with ``language_path``, the LLM comes from that directory."""
     model = directory.model_config()
-    views, problems = directory.views(model)
-    source = _source(directory, Kind.HUGGING_FACE, model, 1, (views, problems))
+    source = _source(directory, Kind.HUGGING_FACE, model, 1, directory.views(model))
     if language_path is None:
         return source
     language, files = language_views(language_path, directory.config, model)
-    kept = [view for view in views if view.weight.part != "language"]
+    kept = (view for view in source.views if view.weight.part != "language")
     return replace(source, views=(*kept, *language), files=(*source.files, *files))
 
 
 def open_training(directory: TrainingDirectory, takes_adapters: bool = False) -> Source:
-    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state.
-
-    Raises UserError if it holds adapters instead of a whole model, unless ``takes_adapters``.
-    """
+    """The weights of a training checkpoint in the dtypes of the training, without its optimizer state."""
     manifest = directory.manifest
     base = manifest.base or {}
     if manifest.model.lora.is_on and not takes_adapters:
-        raise UserError(
-            f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole model; continue "
-            f"training with the --lora-* flags of that run, or make a whole model with mm-convert merge_lora."
-        )
+        raise UserError(f"{directory.path} holds adapters (LoRA) of the model in {base.get('path')}, not a whole "
+                        f"model; continue training with the --lora-* flags of that run, or make a whole model with "
+                        f"mm-convert merge_lora.")
     return _source(directory, Kind.TRAINING, manifest.model, manifest.tp_size, directory.views(),
                    iteration=manifest.iteration, consumed_samples=manifest.consumed_samples, notes=directory.notes,
                    base_crc32=base.get("crc32"), base_name=base.get("path"))
 
 
 def open_adapter(directory: AdapterDirectory, model: ModelConfig, is_own: bool = False) -> Source:
-    """A PEFT directory as a source: the adapters and fully trained modules of ``model``.
-
-    ``is_own``: that is ``directory.model``, not a run's.  Raises UserError with all mismatches.
-    """
+    """A PEFT directory as a source: the adapters and fully trained modules of ``model`` (a run's, or its own)."""
     refuse(directory.problems(model, is_own))
     return _source(directory, Kind.ADAPTER, model, 1, directory.views(model), base_crc32=directory.base_crc32,
                    base_name=directory.base_name)
@@ -369,17 +293,62 @@ def _open_mindspeed(
     directory: MindSpeedDirectory, layout: Layout | None, layout_flag: str, model: ModelConfig | None, qkv: QkvOrder
 ) -> Source:
     if directory.storage.adapters_only:
-        raise UserError(
-            f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the --lora-* flags "
-            f"of their training, or make a PEFT directory with mm-convert lora_mm_to_hf."
-        )
+        raise UserError(f"{directory.path} holds adapters (LoRA) in MindSpeed-MM's layout, not a model; give the "
+                        f"--lora-* flags of their training, or make a PEFT directory with mm-convert lora_mm_to_hf.")
     if directory.manifest is None and model is None:
         model = _recognized(directory)
     placed, tp_size = directory.placed_model(layout, layout_flag, model)
-    directory, notes = in_qkv_order(directory, placed, tp_size, qkv)
+    directory, notes = _in_qkv_order(directory, placed, tp_size, qkv)
     return _source(directory, Kind.MINDSPEED, placed, tp_size, directory.views(placed, tp_size),
                    storage=directory.storage, notes=notes, iteration=directory.iteration,
                    consumed_samples=directory.consumed_samples)
+
+
+def _in_qkv_order(
+    directory: MindSpeedDirectory, model: ModelConfig, tp_size: int, order: QkvOrder
+) -> tuple[MindSpeedDirectory, tuple[str, ...]]:
+    """Return ``directory`` annotated with its qkv order, and notes for the user.
+
+    Directories by this project, and those of the canonical structure, have one possible order.
+    """
+    if directory.manifest is not None or directory.storage.structure is Structure.CANONICAL or not order.flag:
+        return directory, ()
+    whole = replace(directory, storage=replace(directory.storage, whole_vision_qkv=True))
+    found = order.stated
+    if found is None and order.base is not None:
+        base = HFDirectory.open(order.base, weights_required=False)
+        if base.tensors:
+            found = _order_by_comparison(directory, whole, model, tp_size, base)
+    if found is None:
+        return directory, (
+            f"{directory.path} has no manifest, so the order of the ViT's qkv is unknown; it is read per head.  If "
+            f"MindSpeed-MM 2.2.0 or 2.3.0 converted it, give {order.flag} whole",)
+    if found == "per_head":
+        return directory, ()
+    return whole, (f"{directory.path} has the ViT's qkv as a whole, as MindSpeed-MM 2.2.0 and 2.3.0 write it; it is "
+                   f"read correctly here",)
+
+
+def _order_by_comparison(
+    per_head: MindSpeedDirectory, whole: MindSpeedDirectory, model: ModelConfig, tp_size: int, base: HFDirectory
+) -> VitQkvOrder | None:
+    """The order in which the ViT's first qkv is much closer to that of ``base``; None if neither is."""
+    weight = next(weight for weight in model_weights(model) if weight.fusion is Fusion.PER_HEAD_QKV)
+    sides = [(base.path, base.views(model)), *((one.path, one.views(model, tp_size)) for one in (per_head, whole))]
+    if any(problems for _, (_, problems) in sides):
+        return None
+    expected, *both = (_rows(path, views, weight) for path, (views, _) in sides)
+    one, other = (float((found - expected).abs().sum()) for found in both)
+    if min(one, other) > max(one, other) / 2:
+        return None
+    return "whole" if other < one else "per_head"
+
+
+def _rows(root: Path, views: list[View], weight: Weight) -> Tensor:
+    """The whole Hugging Face tensor of ``weight`` in fp32."""
+    with Files(root) as files:
+        rows = range(weight.hf_shapes[0][0])
+        return files.block(ViewIndex(views), weight.hf_names[0], range(1), rows)[0].float()
 
 
 def _recognized(directory: MindSpeedDirectory) -> ModelConfig | None:
@@ -405,10 +374,7 @@ def _source(
 
 
 def holds_nothing(path: str | Path) -> bool:
-    """Whether ``path`` is missing, or a directory without weights of any kind.
-
-    What interrupted saves left does not count.
-    """
+    """Whether ``path`` is missing or has no weights of any kind; what interrupted saves left does not count."""
     path = Path(path)
     names = (MANIFEST_FILE, LATEST_FILE, "config.json")
     return not os.path.exists(path) or (
@@ -418,10 +384,7 @@ def holds_nothing(path: str | Path) -> bool:
 
 
 def find_kind(path: str | Path, flag: str = "--load") -> Kind:
-    """Determine the kind of ``path``, which ``flag`` gave, from file names only.
-
-    Raises UserError if it holds no weights; the message describes what was found.
-    """
+    """Determine the kind of ``path``, which ``flag`` gave, from file names only."""
     path = Path(path)
     if not os.path.isdir(path):
         found = "is a file" if os.path.exists(path) else "does not exist"
@@ -440,7 +403,5 @@ def find_kind(path: str | Path, flag: str = "--load") -> Kind:
     if (path / LATEST_FILE).is_file() or any(path.glob("iter_*")):
         find_checkpoint(path)  # raises an error that explains the problem
     names = sorted(entry.name for entry in path.iterdir())
-    raise UserError(
-        f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of checkpoints (no "
-        f"{LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}."
-    )
+    raise UserError(f"{flag} {path} is neither a Hugging Face directory (no config.json) nor a directory of "
+                    f"checkpoints (no {LATEST_FILE}); it holds {', '.join(names[:5]) or 'nothing'}.")

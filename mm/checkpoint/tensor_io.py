@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.errors import UserError
-from mm.weights.views import Span, Stored, Stretch, View, ViewIndex, dtype_name
+from mm.weights.views import Span, Stored, StoredSpan, View, ViewIndex, dtype_name
 
 BUFFER_BYTES = 1 << 18
 """Size of one read or write.  It fits a second-level cache; 4 MiB took twice as long."""
@@ -22,9 +22,9 @@ Blocks = Iterator[tuple[Stored, int, memoryview]]
 
 
 class Files:
-    """The open files of one directory.  Each thread needs its own, because readahead is per open file.
+    """The open files of one directory, with ``suffix`` after each name.
 
-    ``suffix`` ends the names of all files.
+    Each thread needs its own, because readahead is per open file.
     """
 
     def __init__(self, directory: Path, flags: int = os.O_RDONLY, suffix: str = "") -> None:
@@ -52,7 +52,7 @@ class Files:
 
     def _read_columns(self, view: View, rows: range, indices: range) -> np.ndarray:
         """Only ``indices`` of ``rows`` of a stored tensor."""
-        size, width, first = (number * view.unit_bytes for number in (len(indices), view.num_indices, indices.start))
+        size, width, first = (number * view.index_bytes for number in (len(indices), view.num_indices, indices.start))
         content = np.empty(len(rows) * size, np.uint8)
         # Whole rows are contiguous, so they take one read.
         num_reads = 1 if size == width else len(rows)
@@ -71,7 +71,6 @@ class Files:
         """[row, index, place] of the Hugging Face tensor ``key`` as stored, without verifying checksums.
 
         ``indices`` are along the cut dimension, ``rows`` along the dimensions before it, places along those after it.
-        The views of ``index`` must hold all of them, in one dtype, in files of this directory.
         """
         found = index.find(Span(key, indices.start, len(indices)))
         if len(kinds := {one.view.stored.dtype for one in found}) > 1:
@@ -88,12 +87,12 @@ class Files:
         return self._column_blocks(index, views)
 
     def _row_blocks(self, index: ViewIndex, view: View) -> Blocks:
-        buffer, position, unit = memoryview(bytearray(BUFFER_BYTES)), 0, view.num_rows * view.unit_bytes
+        buffer, position, size = memoryview(bytearray(BUFFER_BYTES)), 0, view.num_rows * view.index_bytes
         for span in view.spans:
-            found = [(one.view.stored, one.start * unit, one.span.length) for one in index.find(span)]
+            found = [(one.view.stored, one.start * size, one.span.length) for one in index.find(span)]
             for source, start, length in found or [(None, 0, span.length)]:
-                for first in range(0, length * unit, BUFFER_BYTES):
-                    block = buffer[: length * unit - first]
+                for first in range(0, length * size, BUFFER_BYTES):
+                    block = buffer[: length * size - first]
                     if source is None:
                         block[:] = bytes(len(block))
                     else:
@@ -105,7 +104,7 @@ class Files:
         """Like ``target_blocks``, for views that cut the same rows by columns; reads each row once."""
         spans = [span for view in views for span in view.spans if span.key is not None]
         first, last = min(span.start for span in spans), max(span.stop for span in spans)
-        widest = max(last - first, *(view.num_indices for view in views)) * views[0].unit_bytes
+        widest = max(last - first, *(view.num_indices for view in views)) * views[0].index_bytes
         num_rows, step = views[0].num_rows, max(1, BUFFER_BYTES // widest)
         for row in range(0, num_rows, step):
             rows = range(row, min(row + step, num_rows))
@@ -113,7 +112,7 @@ class Files:
             for view in views:
                 parts = [read.new_zeros(len(rows), span.length, read.shape[2]) if span.key is None else
                          read[:, span.start - first : span.stop - first] for span in view.spans]
-                yield view.stored, row * view.num_indices * view.unit_bytes, tensor_bytes(
+                yield view.stored, row * view.num_indices * view.index_bytes, tensor_bytes(
                     parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def holds(self, stored: Stored, start: int, data: memoryview) -> bool:
@@ -122,10 +121,10 @@ class Files:
         self.read(stored, start, found)
         return found == data
 
-    def crc32(self, stored: Stored) -> int:
-        """Checksum of a tensor's bytes."""
+    def crc32(self, stored: Stored, into: bytearray | None = None) -> int:
+        """Checksum of a tensor's bytes, which ``into`` keeps."""
         crc32 = 0
-        for block in self._blocks(stored):
+        for block in self._blocks(stored, into):
             crc32 = zlib.crc32(block, crc32)
         return crc32
 
@@ -142,12 +141,7 @@ class Files:
     def read_checked(self, stored: Stored, advice: str) -> bytearray:
         """Read the bytes of a tensor and verify its checksum in one pass, while they are in the processor's cache."""
         content = bytearray(stored.num_bytes)
-        crc32 = 0
-        for start in range(0, len(content), BUFFER_BYTES):
-            block = memoryview(content)[start : start + BUFFER_BYTES]
-            self.read(stored, start, block)
-            crc32 = zlib.crc32(block, crc32)
-        self._compare(stored, crc32, advice)
+        self._compare(stored, self.crc32(stored, content), advice)
         return content
 
     def are_equal(self, one: Stored, other: Stored) -> bool:
@@ -156,16 +150,17 @@ class Files:
             return False
         return all(a == b for a, b in zip(self._blocks(one), self._blocks(other), strict=True))
 
-    def is_zero(self, stretch: Stretch) -> bool:
-        """Whether every byte of ``stretch`` is zero."""
-        blocks = stretch.view.blocks(range(stretch.start, stretch.stop), BUFFER_BYTES)
-        return not any(self._read_columns(stretch.view, rows, indices).any() for rows, indices in blocks)
+    def is_zero(self, part: StoredSpan) -> bool:
+        """Whether every byte of ``part`` is zero."""
+        blocks = part.view.blocks(range(part.start, part.stop), BUFFER_BYTES)
+        return not any(self._read_columns(part.view, rows, indices).any() for rows, indices in blocks)
 
-    def _blocks(self, stored: Stored) -> Iterator[memoryview]:
-        """The bytes of a tensor in order; the next block overwrites the previous one."""
-        buffer = memoryview(bytearray(min(BUFFER_BYTES, stored.num_bytes)))
+    def _blocks(self, stored: Stored, into: bytearray | None = None) -> Iterator[memoryview]:
+        """The bytes of a tensor in order; without ``into``, each block overwrites the one before."""
+        buffer = memoryview(bytearray(min(BUFFER_BYTES, stored.num_bytes)) if into is None else into)
         for start in range(0, stored.num_bytes, BUFFER_BYTES):
-            block = buffer[: stored.num_bytes - start]
+            at = 0 if into is None else start
+            block = buffer[at : at + min(BUFFER_BYTES, stored.num_bytes - start)]
             self.read(stored, start, block)
             yield block
 

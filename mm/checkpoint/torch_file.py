@@ -1,8 +1,7 @@
 """``model_optim_rng.pt``, Megatron's and MindSpeed-MM's torch.save file: where its tensors lie, and how to lay one out.
 
-Reading takes torch's unpickler for untrusted files (``weights_only``) under a fake tensor mode, which gives offsets
-and reads no tensor.  Classes that it does not know become inert stand-ins, so no code of a file runs.  torch.save
-itself writes everything except the tensors' data, which it is configured to skip.
+torch's unpickler for untrusted files (``weights_only``) reads it under a fake tensor mode, which gives offsets and no
+data.  Unknown classes become inert stand-ins, so no code of a file runs.  torch.save itself writes all but the data.
 """
 
 import os
@@ -29,9 +28,7 @@ _EXTRA_STATE = "_extra_state"
 def read_torch_file(path: Path, name: str) -> tuple[dict[str, Stored], tuple[str, ...]]:
     """The tensors of a file by ``CHUNK/NAME``, and its chunks: ``model``, or ``model0``, ``model1``...
 
-    ``name`` is the file name that the tensors record.  Tensors that share a storage (tied weights) have overlapping
-    ranges.  Raises UserError for a file that torch.load does not read with ``weights_only``, and for tensors that are
-    not contiguous.
+    ``name`` is the file name that the tensors record.  Tensors that share a storage (tied weights) overlap.
     """
     content = _load(path)
     chunks = {key: value for key, value in content.items() if re.fullmatch(r"model\d{0,4}", key)}
@@ -110,6 +107,8 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
+# Writing
+
 _NUM_RECORDS_BEFORE = 4
 """torch.save's records before the tensors: data.pkl, .format_version, .storage_alignment and byteorder."""
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -120,16 +119,13 @@ Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class TorchFile(TargetFile):
     """A torch.save file to write.
 
-    It is byte-identical to torch.save's own, except for one record: ``.data/serialization_id``, a hash that torch
-    computes from the checksums, which are not known yet.  Readers treat it as optional.
+    Byte-identical to torch.save's own, except for ``.data/serialization_id``, a hash of the checksums, which are not
+    known yet.  Readers treat it as optional.
     """
 
     @classmethod
     def new(cls, name: str, chunks: Mapping[str, Tensors]) -> "TorchFile":
-        """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``.
-
-        The result depends only on the arguments, so that another process can complete the file.
-        """
+        """Lay out the tensors of ``chunks``: ``{"model": ...}``, or ``{"model0": ..., "model1": ...}``."""
         specs = [(f"{chunk}/{key}", *spec) for chunk, tensors in chunks.items() for key, spec in tensors.items()]
         # Interned: pickle writes a name shared by two chunks as a reference only if both are the same object.
         content = {sys.intern(chunk): {sys.intern(key): _Absent(*spec) for key, spec in tensors.items()}

@@ -1,9 +1,7 @@
-"""Writes training checkpoints, and deletes those that are no longer wanted.
-
-A checkpoint is written under a temporary name and renamed when it is complete.
-"""
+"""Writes training checkpoints, and deletes those that are no longer wanted."""
 
 import dataclasses
+import os
 import secrets
 import shutil
 import warnings
@@ -13,20 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mm.checkpoint.manifest import MANIFEST_FILE
-from mm.checkpoint.pipelined_write import ON_HOST, Host, Values, write_tensors
-from mm.checkpoint.safetensors import safetensors_file
-from mm.checkpoint.saved_steps import (
+from mm.checkpoint.directories import (
     LATEST_FILE,
     LEFTOVER_NAME,
     MEGATRON_MODES,
     is_only_copy,
     iteration_name,
-    new_file,
     put_in_place,
     run_ids,
     sync,
 )
+from mm.checkpoint.manifest import MANIFEST_FILE
+from mm.checkpoint.pipelined_write import ON_HOST, Host, Values, write_tensors
+from mm.checkpoint.safetensors import safetensors_file
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
 from mm.errors import UserError
 
@@ -35,9 +32,9 @@ TEMPORARY_PREFIX = ".mm-temporary-"
 
 
 def begin(directory: Path, iteration: int, num_bytes: int, token: str | None = None) -> Path:
-    """Create the temporary directory that ``commit`` will rename; raises UserError unless ``num_bytes`` are free.
+    """Create the temporary directory that ``commit`` will rename, with ``token`` (default: random) in its name.
 
-    ``token``: part of its name, by default random.
+    Raises UserError unless ``num_bytes`` are free.
     """
     directory.mkdir(mode=MEGATRON_MODES.directory, parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(directory).free
@@ -52,15 +49,11 @@ def begin(directory: Path, iteration: int, num_bytes: int, token: str | None = N
 def write_pieces(
     folder: Path, file: str, pieces: Sequence[tuple[CheckpointTensor, Values]], host: Host = ON_HOST
 ) -> list[CheckpointTensor]:
-    """Write one safetensors file, flush it to disk, and return its pieces with their checksums.
-
-    A block is copied to the host while others are checksummed and written.  Raises UserError if the file cannot be
-    written.
-    """
+    """Write one safetensors file, flush it to disk, and return its pieces with their checksums."""
     by_name = {piece.stored.name: (piece, values) for piece, values in pieces}
-    planned = safetensors_file(
-        file, [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()])
-    with _new_file(folder / file) as opened:
+    described = [(name, piece.stored.dtype, piece.stored.shape) for name, (piece, _) in by_name.items()]
+    planned = safetensors_file(file, described)
+    with new_file(folder / file) as opened:
         opened.write(planned.pieces[0][1])
         crc32s = write_tensors(opened, [(stored.name, by_name[stored.name][1]) for stored in planned.tensors], host)
     return [dataclasses.replace(by_name[stored.name][0], stored=dataclasses.replace(stored, crc32=crc32s[stored.name]))
@@ -69,7 +62,7 @@ def write_pieces(
 
 def commit(temporary: Path, manifest: CheckpointManifest) -> Path:
     """Make a written checkpoint the newest."""
-    with _new_file(temporary / MANIFEST_FILE) as opened:
+    with new_file(temporary / MANIFEST_FILE) as opened:
         opened.write(manifest.text().encode())
     sync(temporary)
     sync(temporary.parent)
@@ -82,7 +75,7 @@ def publish(temporary: Path) -> Path:
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
     put_in_place(temporary, final, old)
     latest = directory / f"{LATEST_FILE}.tmp-{secrets.token_hex(4)}"
-    with _new_file(latest) as opened:
+    with new_file(latest) as opened:
         opened.write(f"{int(final.name.removeprefix('iter_'))}\n".encode())
     latest.replace(directory / LATEST_FILE)
     sync(directory)
@@ -133,9 +126,9 @@ def purge(directory: Path, newest: int, retention: Retention, run_id: str | None
 
 
 def tidy(directory: Path) -> list[str]:
-    """Delete leftovers of interrupted saves and deletions in ``directory``, which no run may be writing.
+    """Delete leftovers of interrupted saves in ``directory``, which no run may be writing; return notes.
 
-    A complete checkpoint without a complete one of its iteration stays.  Returns notes.
+    A complete checkpoint without a complete one of its iteration stays.
     """
     notes = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
@@ -155,11 +148,13 @@ def tidy(directory: Path) -> list[str]:
 
 
 @contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which is flushed to disk when the block ends; failures raise UserError with its name."""
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that must not exist yet, and flush it to disk in the end; failures raise UserError with its name."""
     try:
-        with new_file(path, MEGATRON_MODES.file) as opened:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MEGATRON_MODES.file), "wb") as opened:
             yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}), so this checkpoint is abandoned; earlier ones "
                         f"are unchanged. Make room, or give another --save.") from error

@@ -1,12 +1,11 @@
-"""Training checkpoints: the manifest, and reading for any layout: weights as views, optimizer state as flat ranges.
+"""A training checkpoint: its manifest, and reading it for any layout: weights as views, states as flat ranges.
 
-``checkpoints.py`` finds checkpoints, ``training_writer.py`` writes and deletes them.  ``mm.run`` decides which
-rank saves what.
+``directories.py`` finds checkpoints, ``training_files.py`` writes and deletes them.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.directories import find_checkpoint, instead_of
 from mm.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest, stated_tensor, tensor_json, validated
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import read_header
-from mm.checkpoint.saved_steps import find_checkpoint, instead_of
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, counted
-from mm.weights.fp32_split import REMAINDER, joined
+from mm.weights.shard import REMAINDER, joined
 from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
 from mm.weights.trained import saved_weights
 from mm.weights.views import Stored, View, shard_view, share_numbers
@@ -37,7 +36,7 @@ class CheckpointTensor:
     name: str
     """Name of the weight, with the global layer number."""
     kind: str
-    """"weight", "master" (its fp32 copy), "remainder" (what a bf16 weight lacks of that, ``mm.weights.fp32_split``),
+    """"weight", "master" (its fp32 copy), "remainder" (what a bf16 weight lacks of that, ``mm.weights.shard``),
     "exp_avg", "exp_avg_sq", or "random" (a random state, not of a weight)."""
     tp_rank: int
     """0 for tensors that are equal on all tensor-parallel ranks and therefore stored once."""
@@ -57,10 +56,8 @@ class CheckpointTensor:
         return self.start + math.prod(self.stored.shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
-            "start": self.start,
-        }  # fmt: skip
+        return {**tensor_json(self.stored), "name": self.name, "part": self.kind, "tp_rank": self.tp_rank,
+                "start": self.start}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "CheckpointTensor":
@@ -75,7 +72,7 @@ def _key(name: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The content of a checkpoint.  ``facts`` are for people and never read back."""
+    """The content of a checkpoint.  ``facts`` are for people; what has a default is missing in older checkpoints."""
 
     iteration: int
     consumed_samples: int
@@ -89,19 +86,15 @@ class CheckpointManifest:
     facts: Mapping[str, Any]
     pieces: tuple[CheckpointTensor, ...]
     data: Mapping[str, Any] | None = None
-    """The samples it was trained on; None if an older version saved it."""
     base: Mapping[str, Any] | None = None
     """For adapters: "path" and "crc32" of their base model, whose frozen weights are not saved here."""
     best: Mapping[str, Any] | None = None
-    """The best validation so far; None in checkpoints from versions without it."""
     run_id: str | None = None
-    """The same in all checkpoints that one run saves into one directory; None if an older version saved it."""
+    """The same in all checkpoints that one run saves into one directory."""
     schedule: Mapping[str, Any] | None = None
-    """The schedule of learning rates and weight decay; None if an older version saved it."""
     given_start: Mapping[str, str | None] | None = None
     """What the command that began the run said it starts from: ``Arguments.given_start``."""
     recent: Mapping[str, Any] | None = None
-    """Losses and gradient norms of the latest steps; None if an older version saved it."""
     disks: Sequence[Mapping[str, Any]] | None = None
     """With ``--save-on-each-node``, "host", "ranks" and "files" of each disk; None if all files are on one."""
 
@@ -118,7 +111,6 @@ class CheckpointManifest:
         return cls(**content)
 
     def text(self) -> str:
-        """The content of the manifest file."""
         content = {"format": FORMAT, "version": VERSION, **vars(self), "model": dataclasses.asdict(self.model)}
         del content["pieces"]  # they come last, a line for each
         return manifest_text(content, "pieces", [piece.to_json() for piece in self.pieces])
@@ -152,7 +144,6 @@ class TrainingDirectory:
 
     @property
     def stated(self) -> Sequence[Stored]:
-        """The tensors that the manifest lists."""
         return [piece.stored for piece in self.manifest.pieces]
 
     @cached_property
@@ -161,25 +152,21 @@ class TrainingDirectory:
         return {path.name: read_header(path) for path in sorted(self.path.glob("*.safetensors"))}
 
     def describe(self) -> list[str]:
-        """Lines for ``show``."""
         manifest = self.manifest
         return [*self.notes, f"{self.path}: training checkpoint, iteration {manifest.iteration}, "
                 f"{counted(manifest.consumed_samples, 'sample')}",
                 f"layout: {Layout.of(manifest.model, manifest.tp_size)}"]
 
     def views(self) -> tuple[list[View], list[str]]:
-        """Views of all weights, and problems: missing tensors, and those that differ from the manifest.
-
-        Files on other nodes' disks may be missing: see ``check_here``.
-        """
+        """Views of all weights, and problems; files on other nodes' disks may be missing: see ``check_here``."""
         views: list[View] = []
         problems: list[str] = []
         for weight in saved_weights(self.manifest.model):
             for tp_rank in range(weight.shards(self.manifest.tp_size)[0]):
                 pieces = self._pieces.get((weight.name, "weight", tp_rank))
                 if not pieces:
-                    problems.append(
-                        f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; {self.instead}.")
+                    problems.append(f"{self.path} lacks {weight.name} of tensor-parallel rank {tp_rank}; "
+                                    f"{self.instead}.")
                     continue
                 with collected(problems):
                     stored = pieces[0].stored if self._is_elsewhere(pieces[0]) else self._located(pieces[0])
@@ -190,7 +177,6 @@ class TrainingDirectory:
         return views, problems
 
     def has(self, weight: Weight, kind: str) -> bool:
-        """Whether ``read_state`` finds it."""
         return all((stored_name(weight), one, 0) in self._pieces for one in self._kinds(weight, kind))
 
     def has_fp32(self, weight: Weight) -> bool:
@@ -204,10 +190,7 @@ class TrainingDirectory:
         return ("weight", REMAINDER) if is_joined else (kind,)
 
     def read_state(self, weight: Weight, kind: str, tp_size: int, tp_rank: int, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment.
-
-        Raises UserError with file and tensor if something is missing or damaged.
-        """
+        """Elements ``start`` to ``stop`` of the flattened shard of one tensor-parallel rank: "master" or a moment."""
         if start == stop:
             return torch.empty(0)
         found = [self._read_kind(weight, one, tp_size, tp_rank, start, stop) for one in self._kinds(weight, kind)]
@@ -236,9 +219,9 @@ class TrainingDirectory:
         if disks and lacking:
             hosts = dict.fromkeys(disk["host"] for disk in disks if not self._names.issuperset(disk["files"]))
             path = self.path.resolve()
-            raise UserError(
-                f"{self.path} lacks {lacking[0]}: each node saved on its own disk (--save-on-each-node). To copy what "
-                f"is missing: `for node in {' '.join(hosts)}; do rsync -a $node:{path}/ {path}/; done`")
+            raise UserError(f"{self.path} lacks {lacking[0]}: each node saved on its own disk (--save-on-each-node). "
+                            f"To copy what is missing: `for node in {' '.join(hosts)}; do rsync -a $node:{path}/ "
+                            f"{path}/; done`")
 
     def read_random(self, name: str) -> Tensor | None:
         """A random state; None if it was not saved."""
@@ -277,29 +260,18 @@ class TrainingDirectory:
     def _names(self) -> frozenset[str]:
         return frozenset(path.name for path in self.path.iterdir())
 
-    def _covering(
-        self, name: str, kind: str, tp_rank: int, start: int, stop: int
-    ) -> Iterator[tuple[CheckpointTensor, int, int]]:
-        """Pieces that together hold these elements, in order, and which of its own elements to take from each."""
-        position = start
-        for piece in self._pieces.get((name, kind, tp_rank), ()):
-            if piece.start <= position < min(piece.stop, stop):
-                end = min(piece.stop, stop)
-                yield piece, position - piece.start, end - piece.start
-                position = end
-
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Tensor:
-        found = [self._tensor(piece)[first:last]
-                 for piece, first, last in self._covering(name, kind, tp_rank, start, stop)]
-        position = start + sum(map(len, found))
+        found, position = list[Tensor](), start
+        for piece in self._pieces.get((name, kind, tp_rank), ()):
+            if piece.start <= position < (end := min(piece.stop, stop)):
+                found.append(self._tensor(piece)[position - piece.start : end - piece.start])
+                position = end
         if position != stop:
-            raise UserError(
-                f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel rank "
-                f"{tp_rank} of {self.manifest.tp_size}); {self.instead}.")
+            raise UserError(f"{self.path} lacks elements {position} to {stop} of {kind} of {name} (tensor-parallel "
+                            f"rank {tp_rank} of {self.manifest.tp_size}); {self.instead}.")
         return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
 
     def _tensor(self, piece: CheckpointTensor) -> Tensor:
-        """All elements of a piece, flat."""
         stored = self._located(piece)
         with Files(self.path) as files:
             return torch.frombuffer(files.read_checked(stored, self.instead), dtype=stored.dtype)

@@ -1,17 +1,12 @@
 """The command line as a frozen dataclass, with Megatron's names and, unless the help says otherwise, its defaults.
 
 Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
-help.  Flags of other programs that do nothing here are in ``mm.config.mindspeed``.
-
-What the flags of several programs have in common.
-
-How long each phase of a run may take before it counts as a hang, and ``--phase-timeouts``, which changes that.
-
-Steps and validation steps have their own limit, ``--step-timeout``.
+help.  Flags of other programs that do nothing here are in ``mm.config.mindspeed``, rules between flags in
+``mm.config.flag_rules``.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -20,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
 from mm.config.layers import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
-from mm.config.lora import ALPHAS_TEXT, Alpha, LoraConfig, pattern_pairs
+from mm.config.lora import ALPHAS_TEXT, Alpha, Alphas, LoraConfig, Ranks
 from mm.config.mindspeed import FLAGS
 from mm.config.schema import (
     FIRST,
@@ -42,59 +37,10 @@ from mm.config.schema import (
     Positive,
     Seed,
 )
-from mm.console import whole_number
-from mm.errors import nearest
-from mm.families.known import TITLES
+from mm.families import TITLES
 from mm.files import is_same_directory
 
 DeviceName = Literal["auto", "npu", "cuda", "cpu"]
-
-
-class HasPrecision:
-    """Flags with a precision; neither of the two is fp32."""
-
-    bf16: bool
-    fp16: bool
-
-    @property
-    def precision(self) -> str:
-        """"fp32", "bf16" or "fp16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-
-
-PHASE_SECONDS: Mapping[str, float] = {
-    "check": 6 * 3600.0,
-    "start": 1800.0,
-    "load": 3600.0,
-    "data": 6 * 3600.0,
-    "answers": 3600.0,
-    "save": 3600.0,
-    "export": 3 * 3600.0,
-    "between": 600.0,
-}
-"""Phase -> seconds.  ``check`` and ``data`` build the index of the samples where there is none: 450 s for a million
-samples on two cores.  ``answers`` is one batch of answers; ``export`` writes the whole model from one process;
-``between`` is the time between two phases or steps of a training, and at its end."""
-_GONE = ("dying",)
-"""Phases of earlier versions, whose limits have no effect."""
-
-
-def phase_seconds(words: Sequence[str]) -> dict[str, float]:
-    """``PHASE_SECONDS`` with the limits in ``words``, NAME=SECONDS each, which must have no ``phase_problems``."""
-    return {**PHASE_SECONDS, **{name: float(seconds) for name, _, seconds in (word.partition("=") for word in words)}}
-
-
-def phase_problems(words: Sequence[str]) -> Iterator[str]:
-    """Mistakes in ``--phase-timeouts``."""
-    for word in words:
-        name, _, seconds = word.partition("=")
-        if name not in (*PHASE_SECONDS, *_GONE):
-            yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
-                   f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
-        elif whole_number(seconds) is None:
-            yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"
-
-
 LossUnit = Literal["token", "sample", "microbatch"]
 BenchmarkName = Literal["ai2d", "chartqa", "docvqa", "mmmu"]
 Rule = Literal["choice", "exact", "anls", "relaxed"]
@@ -108,6 +54,27 @@ VitQkvOrder = Literal["per_head", "whole"]
 
 DEFAULT_SEED = 1234
 """Megatron's.  Programs that inspect the data of a run use it too, because it determines which samples are drawn."""
+
+PHASE_SECONDS: Mapping[str, float] = {
+    "check": 6 * 3600.0, "start": 1800.0, "load": 3600.0, "data": 6 * 3600.0, "answers": 3600.0, "save": 3600.0,
+    "export": 3 * 3600.0, "between": 600.0,
+}
+"""Phase -> seconds after which it counts as a hang; a step has ``--step-timeout``.  ``check`` and ``data`` build the
+index of the samples where there is none: 450 s for a million samples on two cores.  ``answers`` is one batch;
+``export`` writes the whole model from one process; ``between`` is the time between two phases or steps, and at the
+end."""
+
+
+class HasPrecision:
+    """Flags with a precision; neither of the two is fp32."""
+
+    bf16: bool
+    fp16: bool
+
+    @property
+    def precision(self) -> str:
+        """"fp32", "bf16" or "fp16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,8 +197,10 @@ class Arguments(HasPrecision):
     lora_dropout: Fraction = Field(
         LoraConfig.dropout, description="dropout probability on an adapter's input")
     lora_use_rslora: bool = Field(False, description="scale adapters by alpha / square root of the rank")
-    lora_rank_pattern: Patterns = Field((), description="different ranks for some adapters, such as q_proj=4")
-    lora_alpha_pattern: Patterns = Field((), description="different alphas for some adapters, such as q_proj=8")
+    lora_rank_pattern: Ranks = Field((), title="patterns, each with = and an integer of at least 1", description=(
+        "different ranks for some adapters, such as q_proj=4"))
+    lora_alpha_pattern: Alphas = Field((), title=f"patterns, each with = and {ALPHAS_TEXT}", description=(
+        "different alphas for some adapters, such as q_proj=8"))
     load_base_model: PathOrNone = Field(None, description=(
         "base model of the adapters in --load; also what a run without --pretrained-checkpoint starts from if its "
         "--load is its --save and holds no checkpoint yet; absent = model_name_or_path"))
@@ -346,6 +315,9 @@ class Arguments(HasPrecision):
         None, description="name of the run in SwanLab; absent = generated")
     swanlab_save_dir: Annotated[PathOrNone, Idle("swanlab_project")] = Field(
         None, description="directory of SwanLab's files; absent = in --log-dir")
+    log_style: Literal["megatron", "short"] = Field("megatron", description=(
+        "what is printed of a step: MindSpeed-MM's whole line, or a short one, with the whole lines in train.log of "
+        "--log-dir"))
     log_tps: bool = Field(False, description="add tokens per sample to the log line")
     log_throughput: bool = Field(False, description="add model FLOP/s to the log line")
     log_timers: bool = Field(False, description=(
@@ -391,8 +363,7 @@ class Arguments(HasPrecision):
 
     @property
     def gathers_during_forward(self) -> bool:
-        """Whether updated weights arrive during the next forward pass.  Weights in shards never arrive as a whole; each
-        unit is gathered when it is used."""
+        """Whether updated weights arrive as a whole during the next forward pass; weights in shards never do."""
         return self.overlap_param_gather and not self.shards_weights
 
     @property
@@ -403,6 +374,12 @@ class Arguments(HasPrecision):
     def host_share(self) -> float:
         """Share of the optimizer states that are kept in host memory."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """``PHASE_SECONDS`` with the limits of ``--phase-timeouts``; 0 is no limit."""
+        pairs = (word.partition("=") for word in self.phase_timeouts)
+        return {**PHASE_SECONDS, **{name: float(seconds) for name, _, seconds in pairs}}
 
     @property
     def loss_unit(self) -> LossUnit:
@@ -448,8 +425,7 @@ class Arguments(HasPrecision):
         """The flags of adapters as one setting."""
         return LoraConfig(
             tuple(word for one in self.lora_target_modules for word in one.split(",") if word), self.lora_r,
-            self.lora_alpha, self.lora_dropout, self.lora_use_rslora, pattern_pairs(self.lora_rank_pattern, whole=True),
-            pattern_pairs(self.lora_alpha_pattern, whole=False))
+            self.lora_alpha, self.lora_dropout, self.lora_use_rslora, self.lora_rank_pattern, self.lora_alpha_pattern)
 
 
 TRAIN = CommandLine(

@@ -1,7 +1,6 @@
 """The frame of every command: the fields of a frozen dataclass are its flags, and all problems are reported together.
 
-The markers of a field are in ``mm.config.schema``: ``Group`` and ``FIRST`` for the help, ``Needs``, ``Excludes`` and
-``Idle`` for rules with other flags, ``Positional``.  Flags of other programs are in ``mm.config.mindspeed``.
+The markers of a field are in ``mm.config.schema``, flags of other programs in ``mm.config.mindspeed``.
 """
 
 import dataclasses
@@ -9,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -86,7 +85,8 @@ class Flag:
     @property
     def words(self) -> Sequence[str]:
         """The legal words of its value, if there are only some."""
-        return choices(self.field) or (("true", "false") if bool in _kinds(self.field) and not self.is_switch else ())
+        is_bool = bool in (self.field.annotation, *typing.get_args(self.field.annotation))
+        return choices(self.field) or (("true", "false") if is_bool and not self.is_switch else ())
 
     @property
     def row(self) -> tuple[str, str]:
@@ -118,10 +118,6 @@ class Flag:
             return (f"{self.name} is {repr(text) if is_word else text}; expected {legal}"
                     f"{nearest(text, legal_words)}")
         return None
-
-
-def _kinds(field: FieldInfo) -> tuple[Any, ...]:
-    return field.annotation, *typing.get_args(field.annotation)
 
 
 def _flags(cls: type, start: str, path: tuple[str, ...] = (), group: str = "Options", meaning: str = "",
@@ -175,11 +171,6 @@ class CommandLine(Generic[Built]):
         return {one.name: one for one in _flags(self.cls, self.start)}
 
     @property
-    def fields(self) -> Mapping[str, FieldInfo]:
-        """The fields by flag."""
-        return {name: one.field for name, one in self.flags.items()}
-
-    @property
     def completed(self) -> Completed:
         """What a shell completes: every flag, with its words."""
         own = {name: one.words for name, one in self.flags.items() if not one.is_positional}
@@ -206,8 +197,7 @@ class CommandLine(Generic[Built]):
 
     def split(self, argv: Sequence[str]) -> Words:
         """Split the command line into flags and their values; after --help and the like, print and exit."""
-        _answer_common(argv, self.name, lambda: _help_text(self.name, self.usage, self.description, self.rows),
-                      lambda: self.completed)
+        _answer_common(argv, self)
         place = next((name for name, one in self.flags.items() if one.is_positional), None)
         given: dict[str, list[list[str]]] = {}
         strays: list[str] = []
@@ -308,6 +298,13 @@ class Commands:
     commands: Mapping[str, "Commands | CommandLine[Any]"]
     without: CommandLine[Any] | None = None
     """The command if there is no word before the first flag."""
+    usage: str = "COMMAND ..."
+
+    @property
+    def rows(self) -> Rows:
+        """The commands and flags in the help."""
+        commands = [(name, one.description.partition(".  ")[0]) for name, one in self.commands.items()]
+        return {"Commands": commands, **(self.without.rows if self.without else {})}
 
     @property
     def completed(self) -> Completed:
@@ -323,10 +320,7 @@ class Commands:
             return found.find(words[1:]) if isinstance(found, Commands) else (found, words[1:])
         if self.without is not None and is_flag(first) and first.partition("=")[0] not in ("-h", *COMMON):
             return self.without, words
-        rows = {"Commands": [(name, one.description.partition(".  ")[0]) for name, one in self.commands.items()],
-                **(self.without.rows if self.without else {})}
-        _answer_common(words, self.name, lambda: _help_text(self.name, "COMMAND ...", self.description, rows),
-                       lambda: self.completed)
+        _answer_common(words, self)
         what = f"{first!r} is not a command of {self.name}{nearest(first, self.commands)}" if first else (
             f"{self.name} needs a command")
         raise UserError(f"{what}; expected {'one of ' * (len(self.commands) > 1)}{', '.join(self.commands)}")
@@ -373,30 +367,27 @@ def rule_notes(args: object) -> Iterator[str]:
     yield from (NoEffect(flags, f"only with {other}") for other, flags in idle.items())
 
 
-def _answer_common(
-    words: Sequence[str], name: str, help_of: Callable[[], str], completed: Callable[[], Completed]
-) -> None:  # fmt: skip
+def _answer_common(words: Sequence[str], command: Commands | CommandLine[Any]) -> None:
     """Print what --help, --version or --print-completion asks for, and exit; return if ``words`` have none of them."""
-    program = name.partition(" ")[0]
+    program = command.name.partition(" ")[0]
     for number, word in enumerate(words):
         flag, _, value = word.partition("=")
         if flag in ("-h", "--help"):
-            printed = help_of()
+            printed = _help_text(command)
         elif flag == "--version":
             printed = f"{version_line(program)}\n"
-        elif flag == COMPLETION and program == name:
+        elif flag == COMPLETION and program == command.name:
             shell = value or " ".join(words[number + 1 : number + 2])
             if shell not in SHELLS:
                 raise UserError(f"{COMPLETION} is {shell!r}; expected {' or '.join(SHELLS)}")
-            printed = completion_script(shell, program, completed())
+            printed = completion_script(shell, program, command.completed)
         else:
             continue
         sys.stdout.write(printed)
         raise SystemExit(0)
 
 
-def _help_text(name: str, usage: str, description: str, groups: Rows) -> str:
-    """The help of a command."""
+def _help_text(command: Commands | CommandLine[Any]) -> str:
     width = shutil.get_terminal_size().columns - 2
 
     def row(flag: str, meaning: str) -> str:
@@ -405,8 +396,9 @@ def _help_text(name: str, usage: str, description: str, groups: Rows) -> str:
         text = textwrap.wrap(meaning, max(width - _INDENT, 20), break_on_hyphens=False) or [""]
         return first + f"\n{' ' * _INDENT}".join(text)
 
-    parts = [textwrap.fill(f"usage: {name} {usage}", width, subsequent_indent="    ", break_on_hyphens=False),
-             textwrap.fill(description, width, break_on_hyphens=False)]
+    usage = f"usage: {command.name} {command.usage}"
+    parts = [textwrap.fill(usage, width, subsequent_indent="    ", break_on_hyphens=False),
+             textwrap.fill(command.description, width, break_on_hyphens=False)]
     parts += [f"{title}:\n" + "\n".join(row(*one) for one in rows)
-              for title, rows in {**groups, "Help": _COMMON_ROWS}.items()]
+              for title, rows in {**command.rows, "Help": _COMMON_ROWS}.items()]
     return "\n\n".join([*parts, textwrap.fill(STATUSES, width, break_on_hyphens=False)]) + "\n"

@@ -1,18 +1,12 @@
-"""The data JSON as frozen dataclasses, with every rule between its fields.
+"""The data JSON as frozen dataclasses, with every rule between its fields, and the dataset files that it names.
 
-Keys of the file without a field are in ``mm.config.mindspeed``.
-
-The files of the datasets in a data JSON: looks up and checks the entries of ``dataset`` and ``val_dataset``.
-
-An entry is a file, or a name in a registry: LLaMA-Factory's ``dataset_info.json``, whose entries may also have Qwen's
-keys (``annotation_path``, ``data_path``).  ``%50`` after an entry takes half of its samples; ``%250`` takes all of them
-twice, and half of them once more.  The content of the files is not read here.
+Keys of the JSON without a field are in ``mm.config.mindspeed``.  The content of the dataset files is not read here.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -35,10 +29,10 @@ from mm.config.schema import (
     ReadSettings,
     expected,
     fields_of,
+    read_json,
     read_settings,
     shown,
 )
-from mm.config.strict_json import read_json
 from mm.errors import UserError, collected, nearest, refuse
 
 _PREPROCESS, _BASIC = "dataset_param.preprocess_parameters.", "dataset_param.basic_parameters."
@@ -65,10 +59,7 @@ PriorityMode = Literal["data_bucketing_img", "data_reordering_img"]
 
 @dataclass(frozen=True, config=STRICT)
 class Attributes:
-    """Names of the columns and roles in the dataset, with LLaMA-Factory's keys and defaults.
-
-    ``mm.data.records.formats`` also knows the usual names, and looks for them if a record has none of these.
-    """
+    """Names of columns and roles in the dataset; ``mm.data.records.formats`` looks for usual ones if there are none."""
 
     formatting: Formatting = "sharegpt"
     """Lists of messages, or a column for the question and one for the answer."""
@@ -140,8 +131,8 @@ class DataConfig:
     video_backend: Annotated[VideoBackend | None, Key(_PREPROCESS + "video_backend")] = None
     """Library that decodes the frames; None: PyAV.  All give the same frames."""
     video_timeout: Annotated[Positive, Key(_PREPROCESS + "video_timeout")] = 300.0
-    """Seconds for reading a video's header, and again for reading all its sampled frames.  The default is half the
-    limit of a collective: one slow video must not make the waiting ranks time out."""
+    """Seconds for reading a video's header, and again for all its sampled frames.  The default is half the limit of a
+    collective: one slow video must not make the waiting ranks time out."""
     train_on_prompt: Annotated[bool, Key(_BASIC + "train_on_prompt")] = False
     mask_history: Annotated[bool, Key(_BASIC + "mask_history")] = False
     truncation: Annotated[Truncation | None, Key(_BASIC + "truncation")] = None
@@ -208,6 +199,10 @@ def _problems(data: DataConfig) -> Iterator[str]:
         yield f"packing_max_patches is {data.packing_max_patches}, but packing is not true; set it to true"
 
 
+# The files of datasets.  An entry of ``dataset`` is a file, or a name in a registry: LLaMA-Factory's
+# ``dataset_info.json``, whose entries may also have Qwen's keys (``annotation_path``, ``data_path``).  ``%50`` after an
+# entry takes half of its samples; ``%250`` takes all of them twice, and half of them once more.
+
 REGISTRY_FILE = "dataset_info.json"
 _RATE = re.compile(r"(?P<name>.+)%(?P<rate>[0-9]+(?:\.[0-9]+)?)")
 _KEYS = ("file_name", "annotation_path", "media_dir", "data_path", "formatting", "columns", "tags", "num_samples")
@@ -220,7 +215,7 @@ _TOOL_TAGS = ("observation_tag", "function_tag")
 """Tags of tool turns, which have no effect: a sample with a tool turn is refused."""
 
 
-@dataclasses.dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class DatasetFile:
     """One file of samples, and how it is read."""
 
@@ -241,17 +236,9 @@ class DatasetFile:
         return self.rate_percent == 100 and self.num_samples is None
 
 
-def training_files(data: DataConfig) -> list[DatasetFile]:
-    """The files of ``dataset``.  Raises UserError for an entry that is neither a file nor a name of the registry."""
-    return _dataset_files(data, data.dataset, "dataset")
-
-
-def validation_files(data: DataConfig) -> list[DatasetFile]:
-    """The same for ``val_dataset``; empty without one."""
-    return _dataset_files(data, data.val_dataset or (), "val_dataset")
-
-
-def _dataset_files(data: DataConfig, entries: Sequence[str], key: str) -> list[DatasetFile]:
+def dataset_files(data: DataConfig, key: Literal["dataset", "val_dataset"]) -> list[DatasetFile]:
+    """The files of an entry list; raises UserError for an entry that is neither a file nor a registered name."""
+    entries: Sequence[str] = getattr(data, key) or ()
     problems: list[str] = []
     found: list[DatasetFile] = []
     registry: dict[str, Any] | None = None

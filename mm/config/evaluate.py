@@ -1,6 +1,4 @@
-"""Settings of ``python -m mm.evaluate``, its flags and MindSpeed-MM's ``evaluate_*.json``, and of an evaluation during
-training.
-"""
+"""Settings of ``mm-evaluate``: its flags, MindSpeed-MM's ``evaluate_*.json``, and an evaluation during training."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +13,17 @@ from pydantic.dataclasses import dataclass
 from mm.config.args import Arguments, BenchmarkName, Rule
 from mm.config.command_line import CommandLine
 from mm.config.data import DataConfig
-from mm.config.generate import Asking, ModelArguments, other_flags, read_asking
-from mm.config.inference import GenerationSettings, InferenceConfig, read_model_and_more
-from mm.config.schema import FIRST, STRICT, Count, Excludes, Group, ReadSettings
+from mm.config.generate import (
+    Asking,
+    GenerationSettings,
+    InferenceConfig,
+    ModelArguments,
+    other_flags,
+    read_asking,
+)
+from mm.config.schema import FIRST, STRICT, Count, Excludes, Group
 from mm.errors import nearest, refuse
-from mm.families.known import TITLES
+from mm.families import TITLES
 from mm.files import ANSWERS_FOLDER
 
 PEER_NAMES: Mapping[str, BenchmarkName] = {
@@ -94,22 +98,17 @@ class Evaluating:
         return next(names, Path(self.questions).stem)
 
 
-def read_evaluation(path: str | Path) -> ReadSettings[EvaluationConfig]:
-    """Read a model JSON or MindSpeed-MM's ``evaluate_*.json``; raises UserError with every problem in the file."""
-    return read_model_and_more(path, EvaluationConfig)
-
-
 def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Evaluating:
     """Read and check flags and JSON files; raises UserError with all problems.  Flags take precedence over the JSON."""
-    asking, problems = read_asking(EVALUATE, argv, read_evaluation, environment)
+    asking, problems = read_asking(EVALUATE, argv, EvaluationConfig, environment)
     args, file = asking.args, cast(EvaluationConfig | None, asking.inference)
     named = file.evaluation_dataset if file and not args.benchmark and not args.rule else None
-    benchmark = args.benchmark or (_benchmark(named) if named else None)
+    by_name: Mapping[str, BenchmarkName] = {**PEER_NAMES, **{one: one for one in PEER_NAMES.values()}}
+    benchmark = args.benchmark or (by_name.get(named.lower()) if named else None)
     questions = args.questions or (file and file.dataset_path)
     output = args.output or (file and file.result_output_path)
     if named and not benchmark:
-        known = (*PEER_NAMES, *PEER_NAMES.values())
-        problems.append(f"{args.mm_model}: evaluation_dataset is {named!r}{nearest(named, known)}; expected one of "
+        problems.append(f"{args.mm_model}: evaluation_dataset is {named!r}{nearest(named, by_name)}; expected one of "
                         f"{', '.join(PEER_NAMES)}")
     peer_model = args.evaluation_model if args.evaluation_model is not None else file and file.evaluation_model
     problems += _problems(args, benchmark, bool(named), questions, output, peer_model)
@@ -124,26 +123,16 @@ def load_evaluating(argv: Sequence[str], environment: Mapping[str, str] = os.env
 
 
 def evaluating_in_training(args: Arguments, data: DataConfig, world_size: int) -> Evaluating:
-    """The settings with which ``mm.evaluate`` would evaluate a checkpoint of this run with its ``--mm-data``.
-
-    The flags' defaults come from parsing a command line of ``mm.evaluate`` that has only ``--load``, which it requires;
-    the value stands for the model in memory, and nothing is loaded.
-    """
+    """The settings with which ``mm-evaluate`` would evaluate a checkpoint of this run with its ``--mm-data``."""
     questions, benchmark = args.eval_generate_questions, args.eval_generate_benchmark
     assert questions is not None, "checked with the settings"
-    defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))
+    defaults = EVALUATE.read(EVALUATE.split(("--load", "the model in training")))  # which is required, and not loaded
     settings = replace(
         defaults, mm_data=args.mm_data, media_roots=(data.dataset_dir, *(data.media_roots or ())), questions=questions,
         max_questions=args.eval_generate_max_questions, max_new_tokens=args.eval_generate_max_new_tokens)
     asking = _with_defaults(Asking(settings, None, data, world_size), benchmark)
     return Evaluating(asking, questions, benchmark, args.eval_generate_rule, str(Path(args.log_dir) / ANSWERS_FOLDER),
                       custom_prompt=False, peer_model=None)
-
-
-def _benchmark(name: str) -> BenchmarkName | None:
-    """Find a benchmark by our name or MindSpeed-MM's; case does not matter."""
-    small = name.lower()
-    return PEER_NAMES.get(small) or next((one for one in PEER_NAMES.values() if one == small), None)
 
 
 def _problems(
@@ -176,7 +165,7 @@ def _peer_notes(benchmark: str | None) -> Iterator[str]:
 
 
 def _with_defaults(asking: Asking[EvaluateArguments], benchmark: str | None) -> Asking[EvaluateArguments]:
-    """Default to greedy decoding and, for a benchmark, to its published image sizes, unless the user has set them."""
+    """Greedy decoding and, for a benchmark, its published image sizes, unless the user has set them."""
     args, file = asking.args, asking.inference
     has_sizes = asking.data is not None or (args.image_min_pixels, args.image_max_pixels) != (None, None) or (
         file is not None and (file.min_pixels, file.max_pixels) != (None, None))

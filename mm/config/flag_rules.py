@@ -1,20 +1,18 @@
-"""Rules and notes on the flags of a training and its model JSON that no single field of ``Arguments`` carries.
+"""Rules between the flags of a training, its model JSON and its data JSON, and notes on settings without effect.
 
-Rules and notes on the division of samples into microbatches together with the unit of the loss.
-
-Rules and notes on the settings of validation and of questions during training.
+Rules of single fields are in ``mm.config.args``, those of one JSON file beside its fields.
 """
 
 from collections.abc import Iterator
 
-from mm.config.args import Arguments, phase_problems
+from mm.config.args import PHASE_SECONDS, Arguments
 from mm.config.command_line import flag_name, rule_notes, rule_problems
 from mm.config.data import DataConfig
-from mm.config.layers import offload_notes, recompute_notes, recompute_problems
-from mm.config.lora import pattern_problems
+from mm.config.layers import activation_notes, activation_problems
 from mm.config.model import ModelConfig
 from mm.config.schema import changed
-from mm.errors import NoEffect
+from mm.console import whole_number
+from mm.errors import NoEffect, nearest
 
 RATE_KEYS = {"vision": "image_encoder.vision_encoder.vision", "projector": "image_encoder.vision_projector.projector",
               "language": "text_decoder.language"}
@@ -41,10 +39,14 @@ def flag_problems(args: Arguments) -> Iterator[str]:
     if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
         yield (f"--save-retain-interval is {args.save_retain_interval}; expected a multiple of --save-interval = "
                f"{args.save_interval}, because no other iterations are saved at intervals")
-    yield from phase_problems(args.phase_timeouts)
-    yield from recompute_problems(args.recompute, "--recompute-", "--recompute-num-layers")
-    yield from pattern_problems("--lora-rank-pattern", args.lora_rank_pattern, whole=True)
-    yield from pattern_problems("--lora-alpha-pattern", args.lora_alpha_pattern, whole=False)
+    for word in args.phase_timeouts:
+        name, _, seconds = word.partition("=")
+        if name not in PHASE_SECONDS:
+            yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
+                   f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
+        elif whole_number(seconds) is None:
+            yield f"--phase-timeouts has {word!r}; expected a whole number of seconds after {name}=, 0 for no limit"
+    yield from activation_problems(args.recompute, args.offload, _activation_flag)
     if args.min_lr > args.lr:
         yield f"--min-lr is {args.min_lr:g}, above --lr = {args.lr:g}"
     if args.profile and args.profile_step_start >= args.profile_step_end:
@@ -67,6 +69,10 @@ def step_problems(args: Arguments) -> Iterator[str]:
                    f"{args.train_iters}; give one from 1 to {args.train_iters}")
 
 
+def _activation_flag(key: str) -> str:
+    return "--cpu-offload-activations" if key == "cpu_offloading_activations" else flag_name(key)
+
+
 def flag_notes(args: Arguments) -> Iterator[str]:
     """Settings that have no effect, and important settings that are absent."""
     if (args.load, args.load_base_model, args.pretrained_checkpoint) == (None, None, None):
@@ -74,8 +80,7 @@ def flag_notes(args: Arguments) -> Iterator[str]:
     if args.save is None:
         interval = f", despite --save-interval {args.save_interval}" if args.save_interval else ""
         yield f"--save is absent: no checkpoint will be written{interval}"
-    yield from recompute_notes(args.recompute, "--recompute-", "--recompute-num-layers")
-    yield from offload_notes(args.offload, "--cpu-offload-activations", "--cpu-offloading-num-layers")
+    yield from activation_notes(args.recompute, args.offload, _activation_flag)
     yield from rule_notes(args)
     dynamic_flags = [flag_name(name) for name in _DYNAMIC_SCALE_FLAGS if name in changed(args)]
     for names, reason, is_idle in (
@@ -138,10 +143,7 @@ def sharding_notes(args: Arguments, num_copies: int) -> Iterator[str]:
 
 
 def loss_problems(args: Arguments, data: DataConfig) -> Iterator[str]:
-    """With the mean over microbatches, a token's weight depends on its microbatch, which must not depend on the layout.
-
-    Means over tokens and over samples do not depend on the division of the global batch.
-    """
+    """With the mean over microbatches, a sample's weight depends on its microbatch, so that must not on the layout."""
     if args.loss_unit == "microbatch" and (why := _deals_by_layout(args, data)):
         yield (f"--calculate-per-microbatch-loss is given, but {why} in {args.mm_data} decides which samples share a "
                f"microbatch, so a sample's weight would depend on the number of ranks; use --calculate-per-sample-loss "
@@ -167,10 +169,7 @@ def sampling_notes(args: Arguments, data: DataConfig) -> Iterator[str]:
 
 
 def _deals_by_layout(args: Arguments, data: DataConfig) -> str:
-    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none.
-
-    With one sample per microbatch the distribution over ranks does not matter.
-    """
+    """The setting that makes the samples of a microbatch depend on the layout; empty if there is none."""
     if data.packs:
         return "packing"
     return f"sampler_type {data.sampler_type!r}" if data.is_balanced and args.micro_batch_size > 1 else ""

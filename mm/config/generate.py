@@ -1,28 +1,33 @@
-"""Settings of ``python -m mm.generate``: its flags, the JSON files that they name, and how tokens are chosen.
+"""Settings of ``mm-generate``: its flags, the JSON files that they name, and how tokens are chosen.
 
-``mm.config.evaluate`` also uses ``ModelArguments`` and ``Asking``, for the questions of a benchmark.
+The files are a checkpoint's ``generation_config.json`` and MindSpeed-MM's ``inference_*.json``, which has the model,
+sampling settings and a prompt.  ``mm.config.evaluate`` also uses ``ModelArguments`` and ``Asking``.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import Field
+from annotated_types import Le
+from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.args import Arguments, DeviceName, HasPrecision, VitQkvOrder
 from mm.config.command_line import CommandLine, flag_name, rule_problems
 from mm.config.data import DataConfig, read_data
-from mm.config.inference import GenerationSettings, InferenceConfig, read_inference, settings_problems
-from mm.config.mindspeed import FLAGS, Fixed, FlagRow, Inert, SameAs
+from mm.config.mindspeed import FLAGS, MODEL_KEYS, NOT_HERE, Fixed, FlagRow, Inert, Row, SameAs, rows
+from mm.config.model import ModelConfig, model_problems, with_image_token
 from mm.config.schema import (
     FIRST,
     STRICT,
     Count,
     Excludes,
     Group,
+    Int,
+    Key,
     NaturalNumber,
     Needs,
     NotNegative,
@@ -30,10 +35,135 @@ from mm.config.schema import (
     Positive,
     ReadSettings,
     fields_of,
+    read_json,
+    read_settings,
 )
 from mm.environment import Launched, named_in_script, world_problems
-from mm.errors import UserError, collected, refuse
-from mm.families.known import TITLES
+from mm.errors import UserError, attempt, refuse
+from mm.families import TITLES, names_of
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+TopP = Annotated[Positive, Le(1)]
+Ids = Annotated[tuple[Int, ...], Strict(False), BeforeValidator(_one_or_more)]
+_IDS_OR_NULL = Field(title="a token id, a list of them, or null")
+
+
+@dataclass(frozen=True, config=STRICT)
+class GenerationSettings:
+    """One file's sampling settings; None for those that it lacks."""
+
+    do_sample: bool | None = None
+    """Sample tokens; if false, take the likeliest regardless of temperature, top_k and top_p."""
+    temperature: NotNegative | None = None
+    top_k: NaturalNumber | None = None
+    """Draw from this many likeliest tokens; 0: from all."""
+    top_p: TopP | None = None
+    """Draw from the likeliest tokens with this total probability; 1: from all."""
+    repetition_penalty: Positive | None = None
+    max_new_tokens: Count | None = None
+    eos_token_id: Annotated[Ids | None, _IDS_OR_NULL] = None
+    """Tokens that end an answer."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class InferenceConfig:
+    """A model JSON, with what MindSpeed-MM's ``inference_*.json`` has besides the model."""
+
+    model: Annotated[ModelConfig, Key("")]
+    generation: Annotated[GenerationSettings, Key("generation_config.")] = GenerationSettings()
+    directory: Annotated[str | None, Key("tokenizer.from_pretrained")] = None
+    """Hugging Face directory of tokenizer, chat template and preprocessor config."""
+    image_path: str | None = None
+    video_path: str | None = None
+    prompts: str | None = None
+    """One question, asked before the image is shown, as MindSpeed-MM's pipeline does."""
+    min_pixels: NaturalNumber | None = None
+    """Minimum pixels of an image."""
+    max_pixels: Count | None = None
+
+
+Config = TypeVar("Config", bound=InferenceConfig)
+
+GENERATION_KEYS: Mapping[str, Row] = {
+    **rows(Inert("only the tokens of an answer are kept"),
+           "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate"),
+    **rows(Inert("it affects speed only; keys and values are always cached"),
+           "kv_cache use_cache use_mtp cache_implementation cache_config return_legacy_cache max_cache_len low_memory "
+           "is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+           "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind "
+           "target_lookbehind assistant_ensemble_weight speculation_type compile_config disable_compile "
+           "continuous_batching_config prefill_chunk_size split_batch"),
+    **rows(Inert("it affects beam search only"), "early_stopping length_penalty num_return_groups"),
+    **rows(Inert("the ids come from the tokenizer and the model JSON"),
+           "bos_token_id pad_token_id decoder_start_token_id vision_start_token_id image_token_id video_token_id"),
+    **rows(Inert("it only states which program wrote the file"), "transformers_version _from_model_config"),
+    "max_length": Inert("max_new_tokens limits the length of an answer"),
+    **rows(Fixed((None, 1), NOT_HERE), "num_beams num_beam_groups num_return_sequences"),
+    **rows(Fixed((None, 0), NOT_HERE),
+           "diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length "
+           "min_new_tokens penalty_alpha"),
+    **rows(Fixed((None, 1.0), NOT_HERE), "typical_p encoder_repetition_penalty guidance_scale"),
+    **rows(Fixed((None, False), NOT_HERE), "renormalize_logits remove_invalid_values token_healing"),
+    **rows(Fixed((None,), NOT_HERE),
+           "min_p top_h bad_words_ids force_words_ids forced_bos_token_id forced_eos_token_id forced_decoder_ids "
+           "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias constraints "
+           "dola_layers watermarking_config max_time"),
+    "stop_strings": Fixed((None,), "use --stop-tokens"),
+}
+"""Keys of transformers 4 and 5 that are no fields of ``GenerationSettings``."""
+
+_PRECISION = ("bf16", "fp16", "fp32", "bfloat16", "float16", "float32", None)
+_MODELS = names_of(lambda family: family.mindspeed.model_ids)
+_PIPELINES = names_of(lambda family: family.mindspeed.pipelines)
+INFERENCE_KEYS: Mapping[str, Mapping[str, Row]] = {
+    **MODEL_KEYS,
+    "": {
+        **MODEL_KEYS[""],
+        "model_id": Fixed(_MODELS + _PIPELINES, f"this program is for {TITLES}"),
+        "pipeline_class": Fixed(_PIPELINES, f"the pipeline of {TITLES}"),
+        "dtype": Fixed(_PRECISION, "it must match --bf16 or --fp16"),
+        "device": Inert("--device decides"),
+    },
+    "text_decoder": {
+        **MODEL_KEYS["text_decoder"],
+        "tokenizer_type": Inert("tokenizer.from_pretrained decides"),
+        "is_encoder_decoder": Fixed((False,)),
+        **rows(Inert("the command line flags decide"), "tensor_model_parallel_size pipeline_model_parallel_size"),
+        "use_infer_fa": Inert("the device chooses its kernels"),
+    },
+    "tokenizer": {
+        "hub_backend": Fixed(("hf",), "only local directories are read"),
+        "autotokenizer_name": Fixed(("AutoTokenizer",), "the tokenizer of the directory"),
+    },
+    "generation_config": GENERATION_KEYS,
+}
+_OPTIONAL = ("tokenizer", "generation_config")
+"""Objects that a model JSON of the trainer does not have."""
+
+
+def read_inference(path: str | Path, cls: type[Config]) -> ReadSettings[Config]:
+    """Read a model JSON or MindSpeed-MM's ``inference_*.json``; raises UserError with every problem in the file."""
+    document = read_json(path)
+    tables = {key: rows for key, rows in INFERENCE_KEYS.items() if key not in _OPTIONAL or document.has(key)}
+    read = read_settings(path, cls, tables, _inference_problems)
+    model, notes = with_image_token(read.value.model, path)
+    return replace(read, value=replace(read.value, model=model), notes=(*read.notes, *notes))
+
+
+def _inference_problems(inference: InferenceConfig) -> Iterator[str]:
+    yield from model_problems(inference.model)
+    least, most = inference.min_pixels, inference.max_pixels
+    if least is not None and most is not None and least > most:
+        yield f"min_pixels is {least}, above max_pixels = {most}"
+
+
+def read_generation(path: str | Path) -> GenerationSettings:
+    """Read a checkpoint's ``generation_config.json``; raises UserError with every problem in the file."""
+    return read_settings(path, GenerationSettings, {"": GENERATION_KEYS}, lambda _: iter(())).value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,12 +207,11 @@ class ModelArguments(HasPrecision):
     temperature: NotNegative | None = Field(
         None, description="sample tokens at this temperature; 0 = take the likeliest")
     top_k: NaturalNumber | None = Field(None, description="sample from this many likeliest tokens; 0 = from all")
-    top_p: Positive | None = Field(
+    top_p: TopP | None = Field(
         None, description="sample from the likeliest tokens with this total probability; 1 = from all")
     repetition_penalty: Positive | None = Field(None, description="above 1: repeated tokens become less likely")
     stop_tokens: Patterns = Field((), description="tokens or ids that end an answer, instead of the checkpoint's")
     seed: NaturalNumber = Field(1234, description="seed of sampling")
-
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -112,10 +241,7 @@ _OTHER_FLAGS: Mapping[str, FlagRow] = {
 
 
 def other_flags(cls: type[ModelArguments]) -> Mapping[str, FlagRow]:
-    """The flags of other programs that are no fields of ``cls``.
-
-    Another word for a flag that is no field either, such as ``--use-deter-comp``, has no effect, like that flag.
-    """
+    """The flags of other programs that are no fields of ``cls``; an alias of such a flag has no effect either."""
     own = {flag_name(name) for name in fields_of(cls)}
     return {flag: _TRAINING if isinstance(row, SameAs) and row.flag not in own else row
             for flag, row in _OTHER_FLAGS.items() if flag not in own}
@@ -166,18 +292,8 @@ class Asking(Generic[Said]):
     defaults: GenerationSettings | None = None
     """Settings that take precedence over the checkpoint's."""
 
-    @property
-    def directory(self) -> str | None:
-        """The Hugging Face directory that goes with the weights, if one is given."""
-        return self._directory_and_name[0]
-
-    @property
-    def directory_is_named_by(self) -> str:
-        """The flag, or the key of a JSON file, that names ``directory``, for messages."""
-        return self._directory_and_name[1]
-
-    @property
-    def _directory_and_name(self) -> tuple[str | None, str]:
+    def directory(self) -> tuple[str | None, str]:
+        """The Hugging Face directory that goes with the weights, if one is given, and the flag or key that names it."""
         if not self.args.model_name_or_path:
             if self.inference is not None and self.inference.directory:
                 return self.inference.directory, f"{self.args.mm_model}: tokenizer.from_pretrained"
@@ -234,14 +350,13 @@ def kept_answers(line: CommandLine[Any], argv: Sequence[str]) -> str:
 
 def load_asking(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Asking[GenerateArguments]:
     """Read and check flags and JSON files; raises UserError with all problems."""
-    asking, problems = read_asking(GENERATE, argv, read_inference, environment)
-    refuse((*problems, *_file_problems(asking.args), *_question_problems(asking)))
+    asking, problems = read_asking(GENERATE, argv, InferenceConfig, environment)
+    refuse((*problems, *_question_problems(asking)))
     return replace(asking, notes=(*asking.notes, *_peer_notes(asking)))
 
 
 def read_asking(
-    line: CommandLine[Said], argv: Sequence[str], read_model_json: Callable[[str], ReadSettings[Any]],
-    environment: Mapping[str, str],
+    line: CommandLine[Said], argv: Sequence[str], cls: type[InferenceConfig], environment: Mapping[str, str]
 ) -> tuple[Asking[Said], list[str]]:
     """Read the flags of ``line`` and the JSON files that they name; returns them with their problems.
 
@@ -249,24 +364,15 @@ def read_asking(
     """
     words = line.split(argv)
     problems: list[str] = []
-    inference = data = None
-    found: list[Said] = []
-    with collected(problems):
-        found.append(line.read(words))
-    if path := words.last("--mm-model"):
-        with collected(problems):
-            inference = read_model_json(path)
-    if path := words.last("--mm-data"):
-        with collected(problems):
-            data = read_data(path)
-    if not found:
+    args = attempt(line.read, words, problems)
+    inference = attempt(lambda path: read_inference(path, cls), words.last("--mm-model"), problems)
+    data = attempt(read_data, words.last("--mm-data"), problems)
+    if not args:
         raise UserError(problems)
-    (args,) = found
     notes = (*line.notes(words), *(inference.notes if inference else ()), *(data.notes if data else ()))
     world_size = Launched.here(environment).num_ranks or 1
     asking = Asking(args, inference and inference.value, data and data.value, world_size, notes)
-    wrong = world_problems(environment, None, "")
-    return asking, [*problems, *wrong, *_problems(args, environment)]
+    return asking, [*problems, *world_problems(environment, None, ""), *_problems(args, environment)]
 
 
 def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[str]:
@@ -274,27 +380,21 @@ def _problems(args: ModelArguments, environment: Mapping[str, str]) -> Iterator[
     yield from rule_problems(args)
     if args.greedy and args.temperature:
         yield f"--greedy and --temperature {args.temperature:g} are both given; keep one"
-    yield from (f"--{problem.replace('_', '-', 1)}" for problem in settings_problems(
-        GenerationSettings(top_p=args.top_p)))
-    if args.image_min_pixels is not None and args.image_max_pixels is not None and (
-            args.image_min_pixels > args.image_max_pixels):
-        yield f"--image-min-pixels is {args.image_min_pixels}, above --image-max-pixels = {args.image_max_pixels}"
+    least, most = args.image_min_pixels, args.image_max_pixels
+    if least is not None and most is not None and least > most:
+        yield f"--image-min-pixels is {least}, above --image-max-pixels = {most}"
     if not os.path.isdir(args.load):
         yield f"{named_in_script('--load', args.load, environment)} is {args.load!r}, which is not a directory"
 
 
-def _file_problems(args: GenerateArguments) -> Iterator[str]:
+def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
+    args, inference = asking.args, asking.inference
     if args.prompts is not None and not os.path.isfile(args.prompts):
         yield f"--prompts is {args.prompts!r}, which is not a file; expected a JSON or JSONL file of prompts"
     if args.output is not None and os.path.isdir(args.output):
         yield f"--output is {args.output!r}, which is a directory; give a file"
-
-
-def _question_problems(asking: Asking[GenerateArguments]) -> Iterator[str]:
-    """The problem that no question is given."""
-    args, inference = asking.args, asking.inference
-    given = (args.prompt, args.chat, args.prompts, args.image, args.video)
-    if not any(given) and not (inference and inference.prompts):
+    given = (args.prompt, args.chat, args.prompts, args.image, args.video, inference and inference.prompts)
+    if not any(given):
         yield "no question is given: use --prompt TEXT, --chat, or --prompts FILE and --output FILE"
 
 

@@ -1,11 +1,8 @@
-"""Types of the model JSON's fields that count or list layers.
-
-How a tower keeps activations for the backward pass: on the device, not at all, or in host memory.
-"""
+"""Settings of a tower's layers: types that count or list them, and how activations are kept for the backward pass."""
 
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Le
@@ -55,7 +52,6 @@ Layers = Annotated[
 ]
 LayerSpans = Annotated[str, AfterValidator(_spans), Field(title='layers and spans of them, such as "0-15,20"')]
 
-
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
 RecomputeModule = Literal["layernorm", "mlp_act", "mlp", "core_attn"]
@@ -81,8 +77,7 @@ class RecomputeConfig:
         return self.granularity == "selective" and module in modules and not (module == "mlp_act" and "mlp" in modules)
 
     def whole_layers(self, layers: range) -> range:
-        """The layers of one chunk that are recomputed as a whole, as in Megatron: the first ``num_layers`` with method
-        "block", all with "uniform"."""
+        """The layers of one chunk that are recomputed as a whole: the first ``num_layers`` with "block", else all."""
         if self.granularity != "full":
             return layers[:0]
         return layers[: self.num_layers if self.method == "block" else None]
@@ -90,8 +85,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OffloadConfig:
-    """Layers of one tower whose activations wait in host memory for the backward pass; under the names of Megatron's
-    settings."""
+    """Layers of one tower whose activations wait in host memory for the backward pass."""
 
     activations: bool | None = None
     """Whether layers are offloaded: all, or the first ``num_layers``; None: they are if ``num_layers`` is given."""
@@ -113,39 +107,33 @@ class OffloadConfig:
         return candidates[: self.num_layers] if self.is_on else layers[:0]
 
 
-def recompute_problems(recompute: RecomputeConfig, prefix: str, count: str) -> Iterator[str]:
-    """Megatron's rules for the three recompute settings.
-
-    In messages, the names of the first two start with ``prefix``, and ``count`` is the whole name of the third.
-    """
+def activation_problems(
+    recompute: RecomputeConfig, offload: OffloadConfig, named: Callable[[str], str]
+) -> Iterator[str]:  # fmt: skip
+    """Rules between the settings of one tower, as in Megatron.  ``named``: the name of a JSON key in messages."""
+    granularity, method, count, modules = (
+        named(f"recompute_{name}") for name in ("granularity", "method", "num_layers", "modules"))
     is_given = (recompute.method is not None, recompute.num_layers is not None)
     if recompute.granularity == "full" and not all(is_given):
-        yield (f"{prefix}granularity is 'full', which also needs {prefix}method ('uniform' or 'block') and {count}, "
-               f"for example 'uniform' and 1")
+        yield (f"{granularity} is 'full', which also needs {method} ('uniform' or 'block') and {count}, for example "
+               f"'uniform' and 1")
     if recompute.granularity != "full" and any(is_given):
-        yield f"{prefix}method and {count} need {prefix}granularity 'full'; it is {recompute.granularity!r}"
+        yield f"{method} and {count} need {granularity} 'full'; it is {recompute.granularity!r}"
     if recompute.granularity != "selective" and recompute.modules:
-        yield f"{prefix}modules needs {prefix}granularity 'selective'; it is {recompute.granularity!r}"
-
-
-def offload_problems(offload: OffloadConfig, switch: str, count: str) -> Iterator[str]:
-    """``switch`` and ``count``: the names of the two settings."""
+        yield f"{modules} needs {granularity} 'selective'; it is {recompute.granularity!r}"
     if offload.activations is False and offload.num_layers:
+        count, switch = named("cpu_offloading_num_layers"), named("cpu_offloading_activations")
         yield f"{count} is {offload.num_layers}, but {switch} is false; set it to true, or remove {count}"
 
 
-def recompute_notes(
-    recompute: RecomputeConfig, prefix: str, count: str, file: object = None
+def activation_notes(
+    recompute: RecomputeConfig, offload: OffloadConfig, named: Callable[[str], str], file: object = None
 ) -> Iterator[str]:
-    """Notes on recompute settings that have no effect; for ``prefix`` and ``count`` see ``recompute_problems``."""
+    """Settings without effect; ``named``: as in ``activation_problems``."""
     if "core_attn" in recompute.modules:
-        yield NoEffect([f"core_attn of {prefix}modules"], "attention scores are never kept", file)
+        yield NoEffect([f"core_attn of {named('recompute_modules')}"], "attention scores are never kept", file)
     if recompute.method == "uniform" and (recompute.num_layers or 1) > 1:
-        yield NoEffect([count], f"with {prefix}method uniform each layer is recomputed separately, so one hidden state "
-                                f"per layer is kept", file)
-
-
-def offload_notes(offload: OffloadConfig, switch: str, count: str, file: object = None) -> Iterator[str]:
-    """A note if no layer is offloaded although offload is on; ``switch`` and ``count``: as in ``offload_problems``."""
+        yield NoEffect([named("recompute_num_layers")], f"with {named('recompute_method')} uniform each layer is "
+                       f"recomputed separately, so one hidden state per layer is kept", file)
     if offload.activations and offload.num_layers == 0:
-        yield NoEffect([switch], f"{count} is 0", file)
+        yield NoEffect([named("cpu_offloading_activations")], f"{named('cpu_offloading_num_layers')} is 0", file)

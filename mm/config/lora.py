@@ -1,6 +1,6 @@
 """The settings of adapters (LoRA, arXiv:2106.09685), with the names of PEFT and MindSpeed-MM.
 
-``mm.weights.names`` decides which layers of the model their patterns name.
+``mm.weights.table`` decides which layers of the model their patterns name.
 """
 
 import math
@@ -8,14 +8,23 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import STRICT, Count, Fraction, Number, OrDefault, Patterns, changed, fields_of
-from mm.config.strict_json import Document
-from mm.console import whole_number
+from mm.config.schema import (
+    STRICT,
+    Count,
+    Document,
+    Fraction,
+    Number,
+    OrDefault,
+    Patterns,
+    changed,
+    fields_of,
+    shown,
+)
 from mm.errors import NoEffect
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -33,22 +42,23 @@ ALPHAS_TEXT = "a number from 1e-9 to 1e9"
 
 
 def _pairs(value: Any) -> Any:
-    """Tuples from PEFT's object, or from the lists in our own files."""
+    """Tuples from PEFT's object, from the lists in our own files, or from a flag's words, such as ``q_proj=4``."""
     if isinstance(value, dict):
         return tuple(cast("dict[object, object]", value).items())
     if isinstance(value, list | tuple):
         pairs = cast("Sequence[object]", value)
-        return tuple(tuple(cast("list[object]", pair)) if isinstance(pair, list) else pair for pair in pairs)
+        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else pair for pair in pairs)
     return value
 
 
+Name = Annotated[str, MinLen(1)]
 Ranks = Annotated[
-    tuple[tuple[str, Count], ...], Strict(False), BeforeValidator(_pairs),
+    tuple[Annotated[tuple[Name, Count], Strict(False)], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of ranks by name, such as {"q_proj": 4}'),
 ]
 Alpha = Annotated[Number, Ge(ALPHAS[0]), Le(ALPHAS[1]), Field(title=ALPHAS_TEXT)]
 Alphas = Annotated[
-    tuple[tuple[str, Alpha], ...], Strict(False), BeforeValidator(_pairs),
+    tuple[Annotated[tuple[Name, Alpha], Strict(False)], ...], Strict(False), BeforeValidator(_pairs),
     Field(title='an object of alphas by name, such as {"q_proj": 8}'),
 ]
 PartWords = Annotated[
@@ -57,14 +67,10 @@ PartWords = Annotated[
 
 @dataclass(frozen=True, config=STRICT)
 class LoraConfig:
-    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank].
-
-    Every linear layer of the Hugging Face model has its own A and B, even if its weight is part of a fused weight of
-    ours.  Without ``target_modules`` there are none.
-    """
+    """Adapters beside linear layers: y += scale x B(A(dropout(x))), with A [rank, inputs] and B [outputs, rank]."""
 
     target_modules: Annotated[Patterns, OrDefault] = ()
-    """Patterns of linear layers: ``mm.weights.names.is_target``."""
+    """Patterns of linear layers (``mm.weights.table.is_target``); without any there are no adapters."""
     r: Count = 8
     """The rank of every adapter that ``rank_pattern`` does not name."""
     alpha: Alpha = 16.0
@@ -101,30 +107,6 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def pattern_problems(flag: str, words: tuple[str, ...], whole: bool) -> Iterator[str]:
-    """Problems in the words of ``--lora-rank-pattern`` (``whole`` numbers) or ``--lora-alpha-pattern``."""
-    for word in words:
-        if _pair(word, whole) is None:
-            kind = "an integer of at least 1" if whole else ALPHAS_TEXT
-            yield f"{flag} has {word!r}; expected a pattern, = and {kind}, such as q_proj=4"
-
-
-def pattern_pairs(words: tuple[str, ...], whole: bool) -> tuple[tuple[str, Any], ...]:
-    """``q_proj=4`` -> ("q_proj", 4); without the words that ``pattern_problems`` reports."""
-    return tuple(pair for word in words if (pair := _pair(word, whole)) is not None)
-
-
-def _pair(word: str, whole: bool) -> tuple[str, float] | None:
-    """The pair that a word stands for; None if it is not valid."""
-    name, _, text = word.rpartition("=")
-    try:
-        number = (whole_number(text) or 0) if whole else float(text)
-    except ValueError:
-        return None
-    least, most = (1, math.inf) if whole else ALPHAS
-    return (name, number) if name and least <= number <= most else None
-
-
 def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
     """The model JSON's settings, and the flags' where the model JSON has none."""
     return replace(flags, **{name: getattr(stated, name) for name in changed(stated)})
@@ -133,10 +115,10 @@ def merged(stated: LoraConfig, flags: LoraConfig) -> LoraConfig:
 def lora_problems(stated: LoraConfig, flags: LoraConfig, document: Document, given: Container[str]) -> Iterator[str]:
     """Contradictions between the model JSON, ``document``, and the ``given`` flags, even those with a default value."""
     for name in fields_of(LoraConfig):
-        in_json, in_flags, key = getattr(stated, name), getattr(flags, name), f"lora_{name}"
-        if flag_name(key) in given and document.get(key) is not None and in_json != in_flags:
-            yield (f"{flag_name(key)} is {_shown(in_flags)}, but {document.at(key)} is {_shown(in_json)}; both set the "
-                   f"same value, so keep one")
+        found, key = getattr(flags, name), f"lora_{name}"
+        if flag_name(key) in given and document.get(key) is not None and found != getattr(stated, name):
+            yield (f"{flag_name(key)} is {shown(found)}, but {document.at(key)} is {shown(document.get(key))}; both "
+                   f"set the same value, so keep one")
 
 
 def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str]:
@@ -150,10 +132,3 @@ def lora_notes(stated: LoraConfig, flags: LoraConfig, path: str) -> Iterator[str
     elif lora.apply_modules and not lora.mixed_training:
         yield NoEffect(["lora_apply_modules"], "it needs lora_mixed_training, as in MindSpeed-MM; to keep adapters out "
                                                "of a part, set freeze to true there", path)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        words = cast("tuple[tuple[object, ...] | str, ...]", value)
-        return " ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in words)
-    return f"{value:g}" if isinstance(value, float) else str(value)

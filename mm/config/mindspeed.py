@@ -1,15 +1,13 @@
-"""Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here, or that this version refuses.
+"""Flags and JSON keys of Megatron and MindSpeed-MM that do nothing here or are refused, with the reasons.
 
-Words that have an effect are fields in ``mm.config.args``, ``mm.config.model`` and ``mm.config.data``.
-
-What other trainers do and this version does not, in the words of every message about it.
+Those that have an effect are fields in ``mm.config.args``, ``mm.config.model`` and ``mm.config.data``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm.families.known import TITLES, names_of
+from mm.families import TITLES, names_of
 
 OTHER_MODELS = f"this version trains {TITLES}, neither Qwen2-VL nor Qwen3-VL"
 AUDIO = "this version trains on images, videos and text, not on audio"
@@ -75,7 +73,7 @@ FLAGS: Mapping[str, FlagRow] = {
     **rows(Inert("the tokenizer comes from model_name_or_path in the data JSON"), "--tokenizer-type --tokenizer-model"),
     "--distributed-backend": Inert("the device decides: hccl, nccl or gloo"),
     "--fsdp2-config-path": Inert(
-        "with --use-torch-fsdp2 all weights are sharded over all ranks that hold the same ones, in a unit for each "
+        "with --use-torch-fsdp2 all weights are sharded over all ranks that hold the same ones, in a bucket for each "
         "layer; the flags decide precision and recomputation"),
     "--mm-tool": Inert("the profiler is configured by --profile and the other --profile flags, not by that file"),
     **rows(Inert("--profile records the operators of host and device, without stacks, shapes and memory"),

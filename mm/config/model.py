@@ -19,11 +19,9 @@ from mm.config.layers import (
     NumLayers,
     OffloadConfig,
     RecomputeConfig,
+    activation_notes,
+    activation_problems,
     layers_in,
-    offload_notes,
-    offload_problems,
-    recompute_notes,
-    recompute_problems,
 )
 from mm.config.lora import LoraConfig
 from mm.config.mindspeed import MODEL_KEYS
@@ -221,10 +219,7 @@ class ModelConfig:
 
     @property
     def encoder_batch_size(self) -> int:
-        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1.
-
-        A slot with only some of the ViT's layers gets patches one microbatch at a time.
-        """
+        """``encoder_batch_microbatches`` if one slot has the whole ViT, else 1: the others get one at a time."""
         return self.encoder_batch_microbatches if self.placement().has_whole_vit else 1
 
     @property
@@ -253,30 +248,25 @@ class ModelConfig:
 
 
 def read_model(path: str | Path) -> ReadSettings[ModelConfig]:
-    """Read ``--mm-model``; raises UserError with every problem in the file.
-
-    MindSpeed-MM's files for video state the video token as ``img_context_token_id``, because there only one kind of
-    token is replaced.  Here both kinds are replaced, so images then get their published token.
-    """
+    """Read ``--mm-model``; raises UserError with every problem in the file."""
     read = read_settings(path, ModelConfig, MODEL_KEYS, model_problems)
     model, notes = with_image_token(read.value, path)
-    return replace(read, value=model, notes=(*read.notes, *notes, *_activation_notes(model, path)))
+    for key, tower in _towers(model):
+        notes += (*activation_notes(tower.recompute, tower.offload, f"{key}.{{}}".format, path),)
+    return replace(read, value=model, notes=(*read.notes, *notes))
 
 
 def with_image_token(model: ModelConfig, path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
-    """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that."""
+    """``model``, read from ``path``, with an image token that differs from the video token; and the notes on that.
+
+    MindSpeed-MM's files for video state the video token as ``img_context_token_id``, because only one kind is replaced
+    there.
+    """
     if model.image_token_id != model.video_token_id:
         return model, ()
     note = (f"{path}: img_context_token_id is {model.video_token_id}, which is the video token; videos use "
             f"video_token_id, and images use {model.family.tokens.image_id}")
     return replace(model, image_token_id=model.family.tokens.image_id), (note,)
-
-
-def _activation_notes(model: ModelConfig, path: str | Path) -> Iterator[str]:
-    for key, tower in _towers(model):
-        yield from recompute_notes(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers", path)
-        yield from offload_notes(
-            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers", path)
 
 
 def placement_notes(model: ModelConfig, tp_size: int, path: str | Path) -> Iterator[str]:
@@ -298,9 +288,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """Rules between the fields of one model JSON."""
     family = model.family
     for key, tower in _towers(model):
-        yield from recompute_problems(tower.recompute, f"{key}.recompute_", f"{key}.recompute_num_layers")
-        yield from offload_problems(
-            tower.offload, f"{key}.cpu_offloading_activations", f"{key}.cpu_offloading_num_layers")
+        yield from activation_problems(tower.recompute, tower.offload, f"{key}.{{}}".format)
         if outside := sorted(layer for layer in layers_in(tower.freeze_layers) if layer >= tower.num_layers):
             yield (f"{key}.freeze_layers is {tower.freeze_layers!r}, which contains layer {outside[0]}; expected 0 "
                    f"to {tower.num_layers - 1}")

@@ -1,23 +1,21 @@
 """One training run: flags, model JSON, data JSON and world size, read and checked together.
 
-All problems are reported together, before torch is loaded.
-
-Which settings must be equal on all ranks: every machine reads its own command line and JSON files.
+All problems are reported together, before torch is loaded.  Every machine reads its own command line and JSON files, so
+this file also says which settings must be equal on all ranks.
 """
 
-import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
 from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
-from mm.config.data import DataConfig, read_data, training_files, validation_files
+from mm.config.data import DataConfig, dataset_files, read_data
 from mm.config.flag_rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
@@ -35,14 +33,10 @@ from mm.config.flag_rules import (
 )
 from mm.config.lora import lora_notes, lora_problems, merged
 from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.schema import LOCAL, changed, fields_of, shown
-from mm.config.strict_json import Document
+from mm.config.schema import LOCAL, Document, changed, fields_of, shown
 from mm.environment import Launched, named_in_script, world_problems
-from mm.errors import UserError, collected, redacted, refuse
+from mm.errors import UserError, attempt, collected, redacted, refuse
 from mm.files import is_same_directory
-
-Given = TypeVar("Given")
-Value = TypeVar("Value")
 
 _PRECISION_KEYS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "fp32": {"fp16": (False,), "bf16": (False,), "params_dtype": ("fp32", "float32")},
@@ -137,11 +131,7 @@ class Run:
 
     @property
     def microbatch_unit(self) -> int:
-        """With packs, the number of microbatches of each replica is a multiple of this.
-
-        A chunk processes as many in a row as there are stages, or more if the number is not a multiple of the stages:
-        then some steps would need more memory than others.
-        """
+        """With packs, each replica has a multiple of this: a chunk processes as many in a row as there are stages."""
         return self.num_stages if self.num_chunks > 1 else 1
 
     @property
@@ -175,10 +165,10 @@ def load_run(
     """
     words = TRAIN.split(argv)
     problems: list[str] = []
-    args = _attempt(TRAIN.read, words, problems)
+    args = attempt(TRAIN.read, words, problems)
     problems += flag_problems(args) if args else ()
     model_path, data_path = words.last("--mm-model"), words.last("--mm-data")
-    model, data = _attempt(read_model, model_path, problems), _attempt(read_data, data_path, problems)
+    model, data = attempt(read_model, model_path, problems), attempt(read_data, data_path, problems)
     missing = list(_missing_paths(words, data.value if data else None, environment))
     is_dry_run = "--dry-run" in words.given
     problems += [] if is_dry_run else missing
@@ -193,7 +183,7 @@ def load_run(
              *placement_notes(model.value, args.tensor_model_parallel_size, args.mm_model),
              *lora_notes(model.value.lora, args.lora, args.mm_model), *model.notes, *data.notes)
     run = Run(args, _with_flags(model.value, args), data.value, world_size, notes, tuple(missing), args.given_start)
-    run = dataclasses.replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
+    run = replace(run, notes=(*run.notes, *sharding_notes(args, run.num_copies)))
     refuse((*problems, *(parallel_problems(run) if checks_layout else ()), *loss_problems(args, data.value),
             *validation_problems(args, data.value), *_model_problems(run, model.document),
             *lora_problems(model.value.lora, args.lora, model.document, words.given), *_adapter_problems(run)))
@@ -201,8 +191,7 @@ def load_run(
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The whole run as JSON values, including derived numbers, for the file beside the logs.  Credentials in URLs are
-    hidden."""
+    """The whole run as JSON values, including derived numbers, for the file beside the logs; no credentials in URLs."""
     found = to_jsonable_python({
         "arguments": run.args, "model": run.model, "data": run.data, "world_size": run.world_size,
         "pipeline_model_parallel_size": run.num_stages,
@@ -214,31 +203,21 @@ def resolved(run: Run) -> dict[str, Any]:
     return json.loads(redacted(json.dumps(found)))
 
 
-def _attempt(read: Callable[[Given], Value], given: Given | None, problems: list[str]) -> Value | None:
-    """The result of ``read``, or None after adding its problems.  A missing path is reported with the flags."""
-    with collected(problems):
-        return read(given) if given else None
-    return None
-
-
 def _with_flags(model: ModelConfig, args: Arguments) -> ModelConfig:
-    """``model`` with the flags' patterns, adapters, settings of memory and rates where its JSON has none.
-
-    On one stage if the flags say so.
-    """
+    """``model`` with the flags' settings where its JSON has none, and on one stage if the flags say so."""
     vision, language = (
-        dataclasses.replace(tower, **{name: getattr(args, name) for name in ACTIVATION_FLAGS
+        replace(tower, **{name: getattr(args, name) for name in ACTIVATION_FLAGS
                                       if not changed(getattr(tower, name))})
         for tower in (model.vision, model.language)
     )
     parts: dict[str, Any] = {"vision": vision, "projector": model.projector, "language": language}
     for part, flag in RATE_FLAGS.items():
         if parts[part].rates.lr is None:
-            rates = dataclasses.replace(parts[part].rates, lr=getattr(args, flag))
-            parts[part] = dataclasses.replace(parts[part], rates=rates)
+            rates = replace(parts[part].rates, lr=getattr(args, flag))
+            parts[part] = replace(parts[part], rates=rates)
     parts |= {name: getattr(model, name) or getattr(args, name) for name in _PATTERNS}
     parts["lora"] = merged(model.lora, args.lora)
-    found = dataclasses.replace(model, **parts)
+    found = replace(model, **parts)
     return found.on_one_stage if sums_lists(args, model) else found
 
 
@@ -262,25 +241,18 @@ def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[s
         yield f"--eval-generate-questions is {path!r}, which is not a file"
     problems: list[str] = []
     if data:
-        with collected(problems, f"{data_path}: "):
-            training_files(data)
-        with collected(problems, f"{data_path}: "):
-            validation_files(data)
+        for key in ("dataset", "val_dataset"):
+            with collected(problems, f"{data_path}: "):
+                dataset_files(data, key)
     yield from dict.fromkeys(problems)
 
 
 def parallel_problems(run: Run) -> Iterator[str]:
-    """Problems with the sizes of a run's parallel groups and batches."""
-    yield from _layout_problems(run)
-    yield from _context_problems(run)
-
-
-def _layout_problems(run: Run) -> Iterator[str]:
     """Numbers of ranks, stages, heads and samples that do not divide evenly."""
+    yield from _context_problems(run)
     args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
-    strange = [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]
-    if strange:
-        yield (f"--profile-ranks has {', '.join(map(str, strange))}, but the world size is {run.world_size}; expected "
+    if absent := [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]:
+        yield (f"--profile-ranks has {', '.join(map(str, absent))}, but the world size is {run.world_size}; expected "
                f"ranks from 0 to {run.world_size - 1}")
     for key, count in run.model.counts_to_divide.items():
         if count % run.tp_size:
@@ -396,9 +368,7 @@ def _adapter_problems(run: Run) -> Iterator[str]:
                    f"{'; or set --load to --save, so that the same command starts a run with it' * (name[0] == 'l')}")
 
 
-_OF_A_START = frozenset({
-    "finetune", "load", "no_load_optim", "no_load_rng", "load_base_model", "pretrained_checkpoint",
-})  # fmt: skip
+_OF_A_START = {"finetune", "load", "no_load_optim", "no_load_rng", "load_base_model", "pretrained_checkpoint"}
 """Rank 0 decides these for all ranks, by what ``--save`` holds."""
 
 
@@ -407,9 +377,9 @@ def shared_settings(run: Run) -> dict[str, str]:
     args, data = (
         {name: getattr(one, name) for name, field in fields_of(type(one)).items() if LOCAL not in field.metadata}
         for one in (run.args, run.data))
-    return {**{flag_name(name): text for name, text in _leaves(args)},
-            **{f"{name} of --mm-model": text for name, text in _leaves({"": run.model})},
-            **{f"{name} of --mm-data": text for name, text in _leaves(data)}}
+    return {**{flag_name(name): text for name, text in _flattened(args)},
+            **{f"{name} of --mm-model": text for name, text in _flattened({"": run.model})},
+            **{f"{name} of --mm-data": text for name, text in _flattened(data)}}
 
 
 def with_own_paths(run: Run, own: Run) -> Run:
@@ -419,10 +389,10 @@ def with_own_paths(run: Run, own: Run) -> Run:
     return replace(run, args=replace(run.args, **kept), data=own.data)
 
 
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in to_jsonable_python(settings).items():
         name = f"{prefix}.{key}".strip(".")
         if isinstance(value, dict):
-            yield from _leaves(cast(dict[str, Any], value), name)
+            yield from _flattened(cast(dict[str, Any], value), name)
         else:
             yield name, json.dumps(value)

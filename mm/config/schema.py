@@ -1,4 +1,4 @@
-"""Frozen dataclasses as the definition of settings: their types, what marks a field, and reading them from JSON.
+"""Frozen dataclasses as the definition of settings: their types, what marks a field, and reading them from strict JSON.
 
 A field is defined once: type, bounds, default and meaning as pydantic has them, the rest by markers in ``Annotated``.
 """
@@ -9,15 +9,15 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm.config.mindspeed import Fixed, Inert, Row
-from mm.config.strict_json import Document, read_json
-from mm.errors import NoEffect, nearest, refuse
+from mm.errors import NoEffect, UserError, nearest, refuse
+from mm.files import read_regular
 
 Built = TypeVar("Built")
 
@@ -27,13 +27,11 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True)
 class Key:
-    """The position of a field's value in the JSON file, if it is not under the field's name.
-
-    ``path`` starts at the object with the keys of the dataclass.  For a field that is itself a dataclass, ``path`` is
-    the prefix of all its keys: ``"text_decoder."``, ``"recompute_"``.
-    """
+    """The position of a field's value in the JSON file, if it is not under the field's name."""
 
     path: str
+    """From the object with the keys of the dataclass.  For a field that is itself a dataclass, the prefix of all its
+    keys: ``"text_decoder."``, ``"recompute_"``."""
     alias: str = ""
     """Another accepted name of the same setting."""
     old: str = ""
@@ -101,8 +99,76 @@ Positive = Annotated[Number, Gt(0)]
 PathText = Annotated[str, LOCAL]
 PathOrNone = Annotated[str | None, LOCAL]
 Patterns = Annotated[tuple[str, ...], Strict(False), Field(title="one or more words")]
-"""Words: on the command line, any number after the flag.  ``mm.weights.names.matches`` reads those of weight names."""
+"""Words: on the command line, any number after the flag.  ``mm.weights.table.matches`` reads those of weight names."""
 Numbers = Annotated[tuple[NaturalNumber, ...], Field(title="one or more integers of at least 0")]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON file and its value."""
+
+    path: str
+    root: Any
+
+    def at(self, key_path: str) -> str:
+        """``file: key.path`` for messages."""
+        return f"{self.path}: {key_path or 'the file'}"
+
+    def get(self, key_path: str) -> Any:
+        """The value at ``key_path``, or None."""
+        found: Any = self.root
+        for key in key_path.split(".") if key_path else ():
+            found = cast(dict[str, Any], found).get(key) if isinstance(found, dict) else None
+        return found
+
+    def has(self, key_path: str) -> bool:
+        """Whether the key is present, even with the value null."""
+        outer, _, key = key_path.rpartition(".")
+        return not key_path or (isinstance(found := self.get(outer), dict) and key in found)
+
+
+def read_json(path: str | Path) -> Document:
+    """Read a UTF-8 JSON file (a byte order mark is fine); raises UserError for anything that JSON does not allow."""
+    try:
+        return parse_json(path, read_regular(Path(path)))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+
+
+def parse_json(path: str | Path, data: bytes) -> Document:
+    """Parse ``data``, the bytes of the file at ``path``, as ``read_json`` does."""
+    try:
+        text = data.decode("utf-8-sig")
+        return Document(str(path), json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: {not_utf8(error)}") from error
+    except json.JSONDecodeError as error:
+        line = error.doc.split("\n")[error.lineno - 1].strip()
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: {error.msg}, in {line[:80]!r}; JSON has double quotes, "
+                        f"true, false and null, and neither comments nor a comma after the last value") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: too many levels of nesting") from error
+    except ValueError as error:  # of the two functions below, or a number of too many digits
+        raise UserError(f"{path}: {error}") from error
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong with text in another encoding, and the cure."""
+    return (f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8, for example with 'iconv -f "
+            f"GBK -t UTF-8'")
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"{twice} appears twice in one object; remove one of the two")
+    return found
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON; expected a finite number or null")
 
 
 @dataclass(frozen=True)
@@ -121,8 +187,8 @@ def read_settings(
 ) -> ReadSettings[Built]:
     """Read a JSON file as the dataclass ``cls``; raises UserError with every problem in the file.
 
-    ``tables`` has every object of the file, with its keys that are no fields of ``cls``.  ``rules`` yields problems
-    between fields; it is called only if every single value is valid.
+    ``tables``: every object of the file, with its keys that are no fields of ``cls``.  ``rules``: problems between
+    fields; called only if every single value is valid.
     """
     found = _FileFindings(read_json(path))
     values = found.read(cls)
@@ -152,7 +218,7 @@ def section_of(field: FieldInfo) -> type | None:
 
 
 def settings_of(cls: type, name: str = "", start: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Yield each leaf field with its dotted name and its key paths, primary first.
+    """Yield each field that is no dataclass, with its dotted name and its key paths, primary first.
 
     ``name`` is put before all names, and ``start`` before all key paths.
     """
@@ -196,8 +262,7 @@ class _FileFindings:
                 if other == old:
                     self.inert.setdefault(f"{given[0]} is given too", []).append(other)
                 elif self.document.get(other) != self.document.get(given[0]):
-                    self._add(
-                        other, f"differs from {given[0]}; both are names of the same setting, so keep one")
+                    self._add(other, f"differs from {given[0]}; both are names of the same setting, so keep one")
         return values
 
     def _value(self, key_path: str, field: FieldInfo) -> Any:
@@ -215,10 +280,7 @@ class _FileFindings:
         return not key_path or isinstance(self.document.get(key_path.rpartition(".")[0]), dict)
 
     def check_object(self, object_path: str, rows: Mapping[str, Row], objects: Iterable[str]) -> None:
-        """Check that an object exists, and check its keys that are no fields.
-
-        An object without fields may be null or missing.
-        """
+        """Check that an object exists, unless it has no fields, and check its keys that are no fields."""
         prefix = f"{object_path}." if object_path else ""
         found = self.document.get(object_path)
         is_needed = any(key_path.startswith(prefix) for key_path in self._field_paths)

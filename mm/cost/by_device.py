@@ -1,12 +1,9 @@
-"""Calibrations without measurements: by the published peaks and bandwidths of a device, times usual efficiencies, and
-by FLOPs alone.
+"""Calibrations without measurements: by a device's published figures times usual efficiencies, and by FLOPs alone.
 
-They serve to compare layouts on one device.  Times by published figures are estimates, so predictions have the wide
-interval of ``ASSUMED_ERROR``; times by FLOPs are ratios only.
+They compare layouts on one device: times by published figures are estimates, those by FLOPs only ratios.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from mm.config.args import Arguments
 from mm.config.model import ModelConfig, Tower
@@ -14,7 +11,7 @@ from mm.config.run import Run
 from mm.cost.calibration import FREE, BlockKey, BlockLaws, Calibration, Law, Machine, MeasuredBlock, Network
 from mm.cost.costs import HOST_BYTES_PER_SECOND, WHOLE_LAYER, Cutting, block_keys, forward_laws
 from mm.cost.layer_memory import ALL, FP32, WIDTHS, LayerBytes, layer_bytes
-from mm.cost.model_states import state_widths
+from mm.cost.stage_memory import state_widths
 from mm.cost.workload import one_stage
 from mm.device.device import PLATFORMS
 from mm.device.platform import KnownDevice, Links
@@ -58,11 +55,11 @@ def calibration_by_device(run: Run, device: KnownDevice, links: Links) -> Calibr
     if run.args.precision == "fp32":
         raise UserError(f"the run is in fp32, but the published peak of {device.label} is for 16 bits; add --bf16, or "
                         f"measure the device with mm-plan calibrate and give --calibration")
-    rates, found = _DeviceRates.of(run, device, links), dict[BlockKey, MeasuredBlock]()
+    rates, found = _DeviceRates(run, device, links), dict[BlockKey, MeasuredBlock]()
     for place, key, flops, num_backward in _blocks(run.model, Cutting(run.tp_size, run.args.sequence_parallel)):
         if key not in found:
             found[key] = MeasuredBlock(key, rates.laws(place[0], flops, key, num_backward), ASSUMED_ERROR)
-    is_compiled = any(one.compiles_leaves for one in PLATFORMS if device in one.known_devices)
+    is_compiled = any(one.compiles_kernels for one in PLATFORMS if device in one.known_devices)
     seconds = (UPDATE_BYTES + rounding_bytes(run.args, is_compiled)) / (MEMORY * device.memory_bandwidth)
     seconds += run.args.host_share * sum(state_widths(run.args)) / HOST_BYTES_PER_SECOND  # both ways at the same time
     within = Law(COLLECTIVE_SECONDS, 1 / (LINKS * links.within))
@@ -94,42 +91,27 @@ def _blocks(model: ModelConfig, cutting: Cutting) -> Iterator[tuple[BlockPlace, 
 
 
 def rounding_bytes(args: Arguments, is_compiled: bool = True) -> int:
-    """Additional traffic of the update, in bytes per trained parameter, for states in 16 bits.
-
-    ``is_compiled``: whether stochastic rounding is one kernel.
-    """
+    """Additional traffic of the update, in bytes per trained parameter, for states in 16 bits."""
     found = sum(one for name, one in ROUNDED_BYTES.items() if getattr(args, f"{name}_dtype") != "fp32")
     num_rounded = (args.exp_avg_sq_dtype != "fp32") + (args.kept_copy == "none")
     return found + COPY_TRAFFIC_BYTES[args.kept_copy] + (0 if is_compiled else EAGER_ROUNDING_BYTES * num_rounded)
 
 
-@dataclass(frozen=True)
 class _DeviceRates:
     """What one rank computes and moves in a second."""
 
-    model: ModelConfig
-    width: int
-    product_flops: float
-    attention_flops: float
-    memory_bytes: float
-    tensor_link_bytes: float
-    """To tensor-parallel peers."""
-    context_link_bytes: float
-    """To context-parallel peers, which are farther apart."""
-    cp_size: int
-    is_ring: bool
-
-    @classmethod
-    def of(cls, run: Run, device: KnownDevice, links: Links) -> "_DeviceRates":
+    def __init__(self, run: Run, device: KnownDevice, links: Links) -> None:
         assert device.peak_flops is not None, "checked where the device is chosen"
 
         def link_bytes(num_ranks: int) -> float:
             return LINKS * (links.within if num_ranks <= links.node_size else links.between)
 
-        return cls(
-            run.model, WIDTHS[run.args.precision],
-            PRODUCTS * device.peak_flops, ATTENTION * device.peak_flops, MEMORY * device.memory_bandwidth,
-            link_bytes(run.tp_size), link_bytes(run.tp_size * run.cp_size), run.cp_size, run.is_ring)
+        self.model, self.width, self.cp_size, self.is_ring = (
+            run.model, WIDTHS[run.args.precision], run.cp_size, run.is_ring)
+        self.product_flops, self.attention_flops = PRODUCTS * device.peak_flops, ATTENTION * device.peak_flops
+        self.memory_bytes = MEMORY * device.memory_bandwidth
+        self.tensor_link_bytes = link_bytes(run.tp_size)
+        self.context_link_bytes = link_bytes(run.tp_size * run.cp_size)
 
     def laws(self, place: Place, flops: Law, key: BlockKey, num_backward: int) -> BlockLaws:
         """``num_backward``: work of the backward pass, in forward passes."""
@@ -166,8 +148,7 @@ class _DeviceRates:
         return Law(LAYER_SECONDS / 4, share * work.per_row)
 
     def _exchanged(self, place: Place, key: BlockKey) -> Law:
-        """Collectives of tensor parallelism.  Whole encoders exchange their visual tokens once, where these meet the
-        text."""
+        """Collectives of tensor parallelism; whole encoders exchange their visual tokens where these meet the text."""
         tp_size, tower = key.tp_size, self._tower(place)
         if tp_size == 1 or place is Place.PATCH_EMBEDDING:
             return FREE
@@ -178,8 +159,7 @@ class _DeviceRates:
         return Law(count * COLLECTIVE_SECONDS, count * per_row)
 
     def _exchanged_in_attention(self, place: Place, tp_size: int) -> Law:
-        """Context parallelism.  Ulysses redistributes q, k, v and the output by heads; a ring passes keys and values
-        around all ranks."""
+        """Context parallelism: Ulysses redistributes q, k, v and the output by heads; a ring passes keys and values."""
         language, others = self.model.language, self.cp_size - 1
         if not others or place is not Place.LANGUAGE_LAYER:
             return FREE

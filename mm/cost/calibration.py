@@ -1,10 +1,6 @@
-"""How long the parts of a step take on a device: the content of a calibration file, in which predictions look laws up.
+"""The calibration file: laws of how long the parts of a step take on a device, linear in rows and pairs.
 
 ``mm.plan.measure`` measures one; ``mm.cost.by_device`` computes one from published figures.
-
-How long a piece of work takes: seconds that are linear in its rows and pairs, fitted to measured times.
-
-Reads a calibration, and checks that it fits a run: the same device, versions, precision and optimizer states.
 """
 
 import json
@@ -21,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.device.device import usable_platform
 from mm.environment import CODE, software
 from mm.errors import UserError
@@ -60,10 +56,7 @@ class Timed:
 
 
 def fitted(times: Sequence[Timed]) -> Law:
-    """The law with the least sum of squared relative errors among those without a negative coefficient.
-
-    ``times`` must not be empty, and each must be positive.  Every subset of the coefficients is tried, which is exact.
-    """
+    """The law without a negative coefficient that has the least sum of squared relative errors, exactly."""
     terms = np.array([[1.0, one.rows, one.pairs] for one in times]) / np.array([[one.seconds] for one in times])
     best, least = np.zeros(3), np.inf
     for chosen in (list(some) for count in (1, 2, 3) for some in combinations(range(3), count)):
@@ -76,11 +69,6 @@ def fitted(times: Sequence[Timed]) -> Law:
             best, least = np.zeros(3), error
             best[chosen] = found
     return Law(*best.tolist())
-
-
-def relative_errors(law: Law, times: Sequence[Timed]) -> list[float]:
-    """Predicted over measured seconds, minus 1, of each time."""
-    return [law.seconds(one.rows, one.pairs) / one.seconds - 1 for one in times]
 
 
 FORMAT = 3
@@ -127,7 +115,7 @@ class Machine:
     device: str
     precision: str
     num_processes: int
-    """Processes that measured at the same time: on a CPU they share caches and memory bandwidth."""
+    """Processes that measured at the same time."""
     settings: Mapping[str, str]
     """Versions, and what the optimizer keeps, in words by name."""
 
@@ -199,8 +187,7 @@ def settings_of(args: Arguments) -> dict[str, str]:
 
 
 def calibration_for(path: Path, run: Run, accepts: bool) -> Calibration:
-    """The calibration in ``path``.  Raises UserError if it does not fit the run; with ``accepts``, prints notes
-    instead."""
+    """The calibration in ``path``; differences from the run are refused, or with ``accepts`` noted."""
     found = read_calibration(path)
     differences, now = list(_differences(found, run)), software()[CODE]
     if differences and not accepts:

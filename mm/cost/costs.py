@@ -1,12 +1,7 @@
-"""How many seconds each microbatch takes in each slot of a placement, by the laws of a calibration.
+"""Seconds by the laws of a calibration: of each microbatch in each slot, of messages, of the reduction and the update.
 
 Laws are linear, so a slot's cost is linear in the counts of a microbatch: the laws of its blocks are added once, and
 any number of microbatches then takes one matrix product.
-
-What the ranks of a run exchange besides the layers' own collectives: seconds of messages and sums,
-and the reduction and the update after the pipeline.
-
-Ranks are numbered as in ``mm.parallel.mesh``: tensor-parallel ranks are neighbours, then context, data and pipeline.
 """
 
 import math
@@ -17,12 +12,11 @@ from functools import cache
 import numpy as np
 
 from mm.batch import NO_SAMPLES
-from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, Tower
 from mm.config.run import Run
 from mm.cost.calibration import FREE, BlockKey, BlockLaws, Calibration, Law
 from mm.cost.layer_memory import WIDTHS, kept_by_layers, layer_memories
-from mm.cost.model_states import StageSize, gathered_params, num_optimizer_shards
+from mm.cost.stage_memory import StageSize, gathered_params, num_optimizer_shards
 from mm.cost.workload import COUNTS, image_kinds, one_stage
 from mm.errors import UserError
 from mm.model.arithmetic import Block
@@ -70,19 +64,14 @@ def _matrices(model: ModelConfig, tp_size: int) -> Mapping[BlockPlace, tuple[tup
 
 
 def _recomputed(model: ModelConfig) -> Mapping[BlockPlace, str]:
-    """``BlockKey.recompute`` of each layer; layers that keep everything are left out."""
+    """``BlockKey.recompute`` of each layer that does not keep everything; attention's scores never count."""
     found: dict[BlockPlace, str] = {}
     for spec in model.placement().slots:
         for place, tower, layers, _ in _stacks(model, spec):
-            if modules := _recomputed_modules(tower.recompute):
-                found |= {(place, layer): modules for layer in layers}
+            modules = ", ".join(one for one in ("layernorm", "mlp", "mlp_act") if tower.recompute.recomputes(one))
+            found |= {(place, layer): modules for layer in layers if modules}
             found |= {(place, layer): WHOLE_LAYER for layer in tower.recompute.whole_layers(layers)}
     return found
-
-
-def _recomputed_modules(recompute: RecomputeConfig) -> str:
-    """The modules that "selective" recomputes; the scores of attention are never kept, so they do not count."""
-    return ", ".join(module for module in ("layernorm", "mlp", "mlp_act") if recompute.recomputes(module))
 
 
 def _stacks(model: ModelConfig, spec: StageSpec) -> Iterator[tuple[Place, Tower, range, bool]]:
@@ -93,10 +82,7 @@ def _stacks(model: ModelConfig, spec: StageSpec) -> Iterator[tuple[Place, Tower,
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """The costs of all blocks of a model as linear functions of a microbatch's counts.
-
-    For any placement, the costs of slots are sums of these.
-    """
+    """The costs of all blocks of a model as linear functions of a microbatch's counts; the costs of slots are sums."""
 
     places: tuple[BlockPlace, ...]
     fixed: np.ndarray
@@ -155,21 +141,19 @@ class BlockCosts:
         return np.einsum("dmbc,mc->dmb", self.per_count[:, kinds], counts) + self.fixed[:, kinds]
 
     def of_all(self, counts: np.ndarray, has_fixed: bool = True) -> np.ndarray:
-        """Costs [num_microbatches] of all blocks in both directions; without ``has_fixed``, only the part that depends
-        on the counts."""
+        """Costs [num_microbatches] of all blocks in both directions; without ``has_fixed``, without fixed costs."""
         kinds = image_kinds(counts)
         fixed, per_count = self.fixed.sum(axis=(0, 2)) * has_fixed, self.per_count.sum(axis=(0, 2))
         return (per_count[kinds] * counts).sum(axis=1) + fixed[kinds]
 
     @property
     def fixed_of_all(self) -> tuple[float, float]:
-        """The part of a microbatch's cost that does not depend on counts: at least, and with images."""
+        """The fixed costs of a microbatch: at least, and with images."""
         without, with_images = self.fixed.sum(axis=(0, 2)).tolist()
         return min(without, with_images), with_images
 
     def of_groups(self, counts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Sums of ``of_slots`` over both directions and over groups of ``sizes`` consecutive microbatches: [num_groups,
-        num_slots, num_placements]."""
+        """Sums of both directions over ``sizes`` consecutive microbatches: [num_groups, num_slots, num_placements]."""
         of_groups = np.add.reduceat(self.of_blocks(counts).sum(axis=0), np.cumsum(sizes) - sizes, axis=0)
         return np.tensordot(of_groups, slots, 1)
 
@@ -179,12 +163,11 @@ class BlockCosts:
 
     def slots_of(self, placements: Sequence[Placement]) -> np.ndarray:
         """Which blocks are in which slot: 0.0 or 1.0 [num_blocks, num_slots, num_placements]."""
-        first = {place: number for number, (place, _) in reversed(list(enumerate(self.places)))}
-        held = [(place.value, number) for place, number in first.items()]
+        first = {place.value: number for number, (place, _) in reversed(list(enumerate(self.places)))}
         found = np.zeros((len(self.places), len(placements[0].slots), len(placements)))
         for number, placement in enumerate(placements):
             for slot, spec in enumerate(placement.slots):
-                for name, start in held:
+                for name, start in first.items():
                     here = getattr(spec, name)  # the range of its layers, or whether it has the only block there
                     if here:
                         stop = start + (here.stop if isinstance(here, range) else 1)
@@ -234,18 +217,13 @@ def laws_of(key: BlockKey, calibration: Calibration) -> BlockLaws:
         f"the flags of this run")
 
 
-# Offloaded activations cross the link to host memory while layers are computed
-
 HOST_BYTES_PER_SECOND = 20e9
 """Assumed for a device's link to host memory, in each direction: PCIe 4.0 with 16 lanes moves 31.5 GB/s at most,
 and the devices of a node share the host's memory."""
 
 
 def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces: int) -> Mapping[BlockPlace, int]:
-    """Bytes per row that each offloaded layer sends to host memory and fetches back.
-
-    ``num_pieces``: as in ``ChunkMemory``.  Ranks that exchange heads for tokens keep slightly more.
-    """
+    """Bytes per row that each offloaded layer sends to host memory and fetches back."""
     found = dict[BlockPlace, int]()
     if not model.offloads_activations:
         return found
@@ -258,11 +236,7 @@ def offloaded_bytes(model: ModelConfig, tp_size: int, precision: str, num_pieces
 
 
 def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
-    """Layers whose backward pass waits for their own activations.
-
-    The activations of a layer come back during the backward pass of the next layer of its tower in the same chunk.  The
-    last layer has no next one, so it waits if it is offloaded.
-    """
+    """Layers whose own activations come back only when they are needed: the last of a chunk, if offloaded."""
     return frozenset(
         (place, layer) for spec in model.placement().slots
         for place, tower, layers, is_before_head in _stacks(model, spec)
@@ -272,8 +246,8 @@ def exposed_layers(model: ModelConfig) -> frozenset[BlockPlace]:
 def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is_exposed: bool) -> BlockLaws:
     """The laws of a layer during which ``num_bytes`` per row cross the link to host memory.
 
-    Per row, the slower of computation and transfer counts; attention's pairs are added to either.  ``is_exposed``: its
-    backward pass first waits for the layer's own transfer, which is added (``exposed_layers``).
+    Per row, the slower of computation and transfer counts.  ``is_exposed``: its backward pass first waits for the
+    layer's own transfer (``exposed_layers``).
     """
     if calibration.host_bytes is None:
         return laws
@@ -285,8 +259,7 @@ def behind_link(laws: BlockLaws, num_bytes: int, calibration: Calibration, *, is
 def all_reduce_law(calibration: Calibration, num_ranks: int, stride: int = 1) -> Law:
     """The law of a sum over ``num_ranks`` ranks that are ``stride`` apart, by bytes.
 
-    Between nodes, the group's ranks on a node divide the bytes of a ring over their network adapters, while the ring
-    within each node moves the bytes to all of these ranks.
+    Between nodes, the ranks on one divide the bytes over their network adapters, while a ring within it moves all.
     """
     network = calibration.network
     if network is None or num_ranks * stride <= network.node_size:
@@ -316,18 +289,16 @@ def _within_node(calibration: Calibration, num_ranks: int) -> Law:
     return Law(law.fixed * (num_ranks - 1) / (nearest - 1), law.per_row * traffic)
 
 
-def reduction_seconds(
-    run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float
-) -> float:
-    """Seconds to sum the gradients over the ranks with the same weights, and to gather weights.
+def reduction_seconds(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:
+    """Seconds to sum the gradients over the ranks with the same weights, and to gather weights, without overlap.
 
-    ``num_passes``: microbatches of a replica in a step.  Shards of gradients are reduced in each one's backward pass,
-    shards of weights are gathered in its forward and in its backward pass.  Overlap is not deducted.
+    ``num_passes``: microbatches of a replica in a step.  Sharded gradients are reduced in each one's backward pass,
+    sharded weights are gathered in its forward and in its backward pass.
     """
-    of_encoders, most = 0.0, max(size.whole_gradient_bytes for size in sizes)
-    if run.tp_size > 1 and most:  # with sharded states, each rank sums its shard
-        of_encoders = all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
-    return _of_copies(run, calibration, sizes, num_passes) + of_encoders
+    found, most = _of_copies(run, calibration, sizes, num_passes), max(size.whole_gradient_bytes for size in sizes)
+    if run.tp_size > 1 and most:  # of whole encoders; with sharded states, each rank sums its shard
+        found += all_reduce_law(calibration, run.tp_size).seconds(most / num_optimizer_shards(run))
+    return found
 
 
 def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], num_passes: float) -> float:
@@ -341,7 +312,7 @@ def _of_copies(run: Run, calibration: Calibration, sizes: Sequence[StageSize], n
     gather = law.seconds(most.num_trainable_params * WIDTHS[run.args.precision]) / 2
     if not run.shards_gradients:
         return law.seconds(most.reduced_bytes) / 2 + gather
-    reduced = num_passes * most.num_units * law.seconds(most.reduced_bytes / max(1, most.num_units)) / 2
+    reduced = num_passes * most.num_buckets * law.seconds(most.reduced_bytes / max(1, most.num_buckets)) / 2
     if not run.shards_weights:
         return reduced + gather
     gathered = sum(law.seconds(num_params * WIDTHS[run.args.precision]) for num_params in gathered_params(run)) / 2

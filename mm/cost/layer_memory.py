@@ -1,18 +1,15 @@
-"""Formulas for the memory of one layer: what its forward pass keeps, and what it needs while it runs.
+"""The memory of one layer: its parameters, what its forward pass keeps, and what it needs while it runs."""
 
-Pure arithmetic over the model's settings; ``mm.cost.memory`` adds layers up to slots and stages.
-"""
-
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, Tower
-from mm.weights.adapters import matrix_pairs
 from mm.weights.shard import memory_shape
 from mm.weights.table import Fusion, Place, Weight, weights_by_place
-from mm.weights.trained import GradientPath, is_frozen
+from mm.weights.trained import GradientPath, is_frozen, matrix_pairs
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per element of weights and activations, by precision."""
@@ -46,11 +43,7 @@ ALL = Keeps(False, 2, 2, True, True, True)
 
 
 def trained_layers(weights: Sequence[Weight], model: ModelConfig) -> tuple[list[bool], list[int], list[int]]:
-    """Describe the base weights among ``weights``, in model order.
-
-    Returns for each whether it or an adapter of it is trained; the indices of linear layers' matrices; and for each of
-    these matrices the sum of its adapters' ranks.
-    """
+    """Whether each base weight or its adapter is trained, the indices of linear layers, and their adapters' ranks."""
     base_weights = [weight for weight in weights if not weight.is_adapter]
     ranks = dict.fromkeys((weight.name for weight in base_weights), 0)
     for base, a, _ in matrix_pairs(weights):
@@ -120,10 +113,9 @@ class LayerBytes:
     def working(self, keeps: Keeps) -> int:
         """Bytes per row needed while the layer runs, besides what is kept.
 
-        Most is needed in SwiGLU's backward pass: the gradients of the layer's input and of SwiGLU's output and input.
-        Where that pass is not one kernel, it also needs an intermediate, which takes the place of SwiGLU's output if
-        that was kept.  Unless SwiGLU's input is kept, the layer's other activations are there too.  If it is kept,
-        outputs of norms and SwiGLU are recomputed one at a time, when less is needed.
+        Most is needed in SwiGLU's backward pass: the gradients of the layer's input and of SwiGLU's output and input,
+        and, where that pass is not one kernel, an intermediate in the place of SwiGLU's output.  Unless SwiGLU's input
+        is kept, the layer's other activations are there too.
         """
         activations = 0
         if not keeps.swiglu_input:
@@ -163,8 +155,7 @@ def vision_division(model: ModelConfig, tp_size: int, num_pieces: int) -> tuple[
 def layer_memories(
     model: ModelConfig, place: Place, tp_size: int, width: int, num_pieces: int, ulysses_size: int
 ) -> Sequence[tuple[LayerBytes, Keeps]]:
-    """For each layer of a tower: its bytes, and what it keeps if it is not recomputed as a whole.  For the sizes, see
-    ``layer_bytes``."""
+    """For each layer of a tower: its ``layer_bytes``, and what it keeps if it is not recomputed as a whole."""
     tower: Tower = model.vision if place is Place.VISION_LAYER else model.language
     path, found = GradientPath.of(model), list[tuple[LayerBytes, Keeps]]()
     for layer in range(tower.num_layers):
@@ -183,11 +174,22 @@ def layer_memories(
 def kept_by_layers(
     tower: Tower, layers: range, known: Sequence[tuple[LayerBytes, Keeps]], *, is_before_head: bool
 ) -> Iterator[tuple[int, LayerBytes, Keeps, bool]]:
-    """For each of one chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded.
-
-    ``known``: the ``layer_memories`` of the tower.  ``is_before_head``: the head follows them.
-    """
+    """For each of a chunk's ``layers``: its number, its bytes, what it keeps, and whether that is offloaded."""
     whole, offloaded = tower.recompute.whole_layers(layers), tower.offload.layers(layers, is_before_head=is_before_head)
     for layer in layers:
         sizes, keeps = known[layer]
         yield layer, sizes, INPUT if keeps != NOTHING and layer in whole else keeps, layer in offloaded
+
+
+@cache
+def params_by_place(model: ModelConfig, tp_size: int) -> Mapping[tuple[Place, int | None], tuple[int, int, int]]:
+    """``params_of`` of each block, by its place and layer."""
+    return {place: params_of(weights, model, tp_size) for place, weights in weights_by_place(model).items()}
+
+
+def params_of(weights: Sequence[Weight], model: ModelConfig, tp_size: int) -> tuple[int, int, int]:
+    """Parameters on one rank, with padding: all, those trained, and those trained that belong to a whole encoder."""
+    found = [(math.prod(memory_shape(weight, tp_size)), not is_frozen(weight, model), weight.is_whole)
+             for weight in weights]
+    return (sum(size for size, _, _ in found), sum(size for size, is_trained, _ in found if is_trained),
+            sum(size for size, is_trained, is_whole in found if is_trained and is_whole))

@@ -1,12 +1,12 @@
 """The memory of one rank's chunk besides its states: activations, logits, and the working set of a layer.
 
-``tests/test_budgets.py`` compares it with a traced step.  Not counted: allocations of the driver and the communication
-library, and the allocator's fragmentation.
+Not counted: allocations of the driver and the communication library, and the allocator's fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from mm.config.model import ModelConfig, Tower, VisionConfig
 from mm.cost.layer_memory import (
@@ -19,10 +19,11 @@ from mm.cost.layer_memory import (
     LayerBytes,
     kept_by_layers,
     layer_memories,
+    params_by_place,
+    params_of,
     trained_layers,
     vision_division,
 )
-from mm.cost.model_states import params_by_place, params_of
 from mm.cost.workload import message_bytes
 from mm.model.layers.loss import MAX_LOGIT_ROWS, max_logit_rows
 from mm.model.recompute import PAGE_BYTES
@@ -41,6 +42,13 @@ class MicrobatchSizes:
     num_targets: int
 
 
+class Elements(NamedTuple):
+    """Elements of weights on one rank, with padding."""
+
+    total: int
+    trained: int
+
+
 @dataclass(frozen=True)
 class LayerMemory:
     """Bytes per row of one layer."""
@@ -50,8 +58,8 @@ class LayerMemory:
     is_offloaded: bool
     """Whether its activations wait in host memory, except ``stays``."""
     is_passing: bool
-    """Whether its activations, except ``stays``, are on the device only while it and its neighbours are computed: it is
-    offloaded, or would be if it were not the last layer before the head."""
+    """Whether they are on the device only while it and its neighbours are computed: it is offloaded, or would be if it
+    were not the last layer before the head."""
     stays: int
     """Bytes of a passing layer that stay on the device: its input, if it is a message or has no gradient."""
 
@@ -70,14 +78,7 @@ class LayerMemory:
         """From the forward to the backward pass, in host memory."""
         return self.passing if self.is_offloaded else 0
 
-    @property
-    def working(self) -> int:
-        return self.sizes.working(self.keeps)
 
-    @property
-    def made(self) -> int:
-        """What the forward pass makes and does not keep."""
-        return self.sizes.kept(ALL) - self.sizes.kept(self.keeps)
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ class ChunkMemory:
         return self.model.encoder_batch_microbatches if self.spec.has_whole_vit else 1
 
     def kept_bytes(self, rows: MicrobatchSizes, count: int = 1, num_microbatches: int = 1) -> int:
-        """Bytes that ``count`` consecutive microbatches of a step with ``num_microbatches`` keep from their forward to
-        their backward passes, without logits."""
+        """Bytes that ``count`` of a step's microbatches keep for their backward passes, without logits."""
         num_patches = self._num_encoded(count, num_microbatches) * rows.num_patches
         per_token = self._language_per_token + (0 if rows.num_patches else self._text_input_per_token)
         others = per_token * rows.num_tokens + self._head_per_target * rows.num_targets
@@ -120,8 +120,7 @@ class ChunkMemory:
     def _num_encoded(self, count: int, num_microbatches: int) -> int:
         """The most microbatches whose images the ViT keeps while ``count`` consecutive ones are in flight.
 
-        A pass of the ViT keeps the images of all its microbatches.  If four share a pass, two in flight may belong to
-        two passes, so eight are kept.
+        If four share a pass of the ViT, two in flight may belong to two passes, so eight are kept.
         """
         size = self.encoder_batch_size
         if size == 1 or not count:
@@ -129,10 +128,7 @@ class ChunkMemory:
         return min(size * (1 - (1 - count) // size), num_microbatches)
 
     def coming_bytes(self, rows: MicrobatchSizes, num_microbatches: int | None = None) -> int:
-        """Bytes already allocated for the next microbatch: its inputs and the buffer for its message.
-
-        ``num_microbatches``: those of the step; None stands for many.
-        """
+        """Bytes allocated for the next of ``num_microbatches`` (None: many): its inputs, and its message's buffer."""
         spec, vision, language = self.spec, self.model.vision, self.model.language
         per_patch = _vision_table_bytes(vision) if spec.vision_layers else 0
         per_token = 2 * language.head_dim * self.width if spec.language_layers else 0
@@ -153,10 +149,7 @@ class ChunkMemory:
         return 0 if waits else self._message_bytes(self.spec.sends, rows)
 
     def logit_bytes(self, rows: MicrobatchSizes) -> int:
-        """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, as on NPUs.
-
-        CUDA's kernels need less for few rows, and as much for many (``max_logit_rows``).
-        """
+        """Peak bytes of logits: in 16-bit precision one block in fp32 and one in 16 bits, the most of any device."""
         if self.width == FP32:  # logits and their gradient
             return self._logits(min(rows.num_targets, max_logit_rows(FP32, is_fused=True))) * 2 * FP32
         return self._logits(min(rows.num_targets, MAX_LOGIT_ROWS)) * (FP32 + self.width)
@@ -175,11 +168,11 @@ class ChunkMemory:
     @cached_property
     def _between_towers(self) -> tuple[int, int]:
         """Bytes per patch of the ViT's last layer, which leaves, and per token of the LLM's first, which runs."""
-        last, *_ = [layer.passing for layer in reversed(self._vision_layers)] or [0]
+        last = self._vision_layers[-1].passing if self._vision_layers else 0
         if not last or not self.spec.language_layers:
             return 0, 0
         first = self._language_layers[0]
-        return last, first.passing + first.made
+        return last, first.passing + first.sizes.kept(ALL) - first.sizes.kept(first.keeps)
 
     def passing_bytes(self, rows: MicrobatchSizes) -> int:
         """Bytes of the last layer's passing activations: after its forward pass, beside logits."""
@@ -198,7 +191,8 @@ class ChunkMemory:
         """Per patch and per token."""
         def of(layers: Sequence[LayerMemory]) -> int:
             passing = [layer.passing for layer in layers if layer.passing]
-            return max((layer.working for layer in layers), default=0) + min(2, len(passing)) * max(passing, default=0)
+            working = max((layer.sizes.working(layer.keeps) for layer in layers), default=0)
+            return working + min(2, len(passing)) * max(passing, default=0)
 
         vision, language = of(self._vision_layers), of(self._language_layers)
         # the gradients of visual tokens twice: as they arrive, and joined
@@ -211,60 +205,35 @@ class ChunkMemory:
         return hidden // self.model.vision.spatial_merge_size**2 if self.encoder_batch_size > 1 else 0
 
     @cached_property
-    def layer_gradients(self) -> int:
-        """Trained elements of the largest layer."""
-        return max((num_trained for _, num_trained, _ in self._layer_params), default=0)
-
-    @cached_property
-    def layer_weights(self) -> int:
-        """All elements of the largest layer."""
-        return max((num_params for num_params, _, _ in self._layer_params), default=0)
-
-    @property
-    def _layer_params(self) -> list[tuple[int, int, int]]:
-        places = [*((Place.VISION_LAYER, layer) for layer in self.spec.vision_layers),
-                  *((Place.LANGUAGE_LAYER, layer) for layer in self.spec.language_layers)]
+    def layer(self) -> Elements:
+        """The most of a layer, in total and trained."""
         known = params_by_place(self.model, self.tp_size)
-        return [known[place] for place in places]
+        layers = [*(known[Place.VISION_LAYER, layer] for layer in self.spec.vision_layers),
+                  *(known[Place.LANGUAGE_LAYER, layer] for layer in self.spec.language_layers)]
+        return Elements(*(max((one[index] for one in layers), default=0) for index in range(2)))
 
     @cached_property
-    def embedding_weights(self) -> int:
-        """All elements of the word embedding."""
-        return self._elements(self._of(Place.EMBEDDING))[0]
+    def embedding(self) -> Elements:
+        """The word embedding; none trained beside the head, whose gradients are as large and exist with more."""
+        found = self._elements(self._of(Place.EMBEDDING))
+        return Elements(found.total, 0) if self.spec.has_head else found
 
     @cached_property
-    def embedding_gradients(self) -> int:
-        """Trained elements of the word embedding; 0 if the slot has the head, whose buffer is as large and exists while
-        there are more activations."""
-        return 0 if self.spec.has_head else self._elements(self._of(Place.EMBEDDING))[1]
-
-    @cached_property
-    def head_gradients(self) -> int:
-        """Trained elements of the output layer."""
-        return self._elements(self._head)[1]
-
-    @cached_property
-    def head_weights(self) -> int:
-        """All elements of the output layer."""
-        return self._elements(self._head)[0]
-
-    @property
-    def _head(self) -> Sequence[Weight]:
+    def head(self) -> Elements:
+        """The output layer."""
         if not self.spec.has_head:
-            return ()
-        if self.shares_embedding:
-            return self._of(Place.EMBEDDING)
-        return [one for one in stage_weights(self.model, self.spec)
-                if one.is_tied_copy or (one.place is Place.HEAD and len(one.shape) > 1)]
+            return Elements(0, 0)
+        return self._elements(self._of(Place.EMBEDDING) if self.shares_embedding else [
+            one for one in stage_weights(self.model, self.spec)
+            if one.is_tied_copy or (one.place is Place.HEAD and len(one.shape) > 1)])
 
     @property
     def shares_embedding(self) -> bool:
         """Whether the output layer is the word embedding; its buffer then exists from the head's backward pass on."""
         return self.model.language.tied and self.spec.has_embedding and self.spec.has_head
 
-    def _elements(self, weights: Sequence[Weight]) -> tuple[int, int]:
-        """All and trained elements."""
-        return params_of(weights, self.model, self.tp_size)[:2]
+    def _elements(self, weights: Sequence[Weight]) -> Elements:
+        return Elements(*params_of(weights, self.model, self.tp_size)[:2])
 
     def _message_bytes(self, message: Message, rows: MicrobatchSizes) -> int:
         num_pieces = self.num_pieces if message is Message.HIDDEN_STATES else self._vision_division[1]
@@ -306,9 +275,7 @@ class ChunkMemory:
 
     @cached_property
     def _copies_patches(self) -> bool:
-        """Whether the first layer has full attention and so reorders the received message: the message waits for its
-        gradient, and the layer keeps a reordered copy beside it.  Not if rows are cut: they are reordered while they
-        are gathered."""
+        """Whether a first layer with full attention keeps a reordered copy beside the received message."""
         spec, vision = self.spec, self.model.vision
         return (spec.receives is Message.PATCHES and bool(spec.vision_layers) and self._vision_division[1] == 1
                 and spec.vision_layers[0] in vision.fullatt_block_indexes
@@ -355,8 +322,7 @@ class ChunkMemory:
 
     @cached_property
     def _text_input_per_token(self) -> int:
-        """Bytes per token of the first layer's input that stay on the device without images: if only images lead to a
-        trained weight before it, it has no gradient then."""
+        """Bytes per token of the first layer's input that stay on the device without images, having no gradient."""
         if not self.spec.has_embedding or not all(is_frozen(one, self.model) for one in self._of(Place.EMBEDDING)):
             return 0
         first = self._language_layers[0]

@@ -6,7 +6,7 @@ Pure arithmetic over a calibration and the counts of microbatches.  Many placeme
 import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from statistics import fmean, pstdev
 
@@ -17,7 +17,7 @@ from mm.config.run import Run
 from mm.cost.calibration import Calibration, Law
 from mm.cost.costs import BlockCosts, Cutting, message_law, reduction_seconds, update_seconds
 from mm.cost.layer_memory import WIDTHS
-from mm.cost.model_states import StageSize, stage_sizes
+from mm.cost.stage_memory import StageSize, stage_sizes
 from mm.cost.workload import COUNTS, Workload, mean_per_rank, message_bytes, one_stage, per_rank
 from mm.data.sampler.cost import in_order, pipeline_orders
 from mm.errors import UserError
@@ -44,8 +44,7 @@ class StepPrediction:
     busy: float
     """Mean work of that replica's stages during it."""
     even: float
-    """How long the same work takes with equal stages and equal microbatches.  A frozen ViT, whose stage runs ahead, can
-    make the pipeline shorter."""
+    """Seconds of the same work with equal stages and microbatches; a frozen ViT, which runs ahead, can be faster."""
     reduction: float
     update: float
     error: float
@@ -53,10 +52,7 @@ class StepPrediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval of nine of ten steps, from the error of the laws and the spread of the data.
-
-        Its ends lie the same factor below and above the prediction, so neither is negative.
-        """
+        """The interval of nine of ten steps, from the error of the laws and the spread of the data."""
         factor = math.exp(_NINE_OF_TEN * math.hypot(self.spread / self.seconds, self.error))
         return self.seconds / factor, self.seconds * factor
 
@@ -105,14 +101,11 @@ class Predictor:
             error=self.calibration.error)
 
     def after(self, sizes: Sequence[StageSize], num_passes: float) -> tuple[float, float]:
-        """Seconds of the gradients' reduction and of the update, with stages of these sizes and ``num_passes``
-        microbatches in each replica."""
+        """Seconds of the reduction and of the update, with ``num_passes`` microbatches in each replica."""
         return (reduction_seconds(self.run, self.calibration, sizes, num_passes),
                 update_seconds(self.run, self.calibration, sizes))
 
-    def pipelines(
-        self, workload: Workload, placements: Sequence[Placement], is_rough: bool = False
-    ) -> Pipelines:  # fmt: skip
+    def pipelines(self, workload: Workload, placements: Sequence[Placement], is_rough: bool = False) -> Pipelines:
         """The slowest replica's pipeline of each step, among the ``NUM_SIMULATED`` replicas with most work.
 
         ``is_rough``: all placements get the microbatches in the order of the first one, which is quicker.
@@ -156,8 +149,8 @@ class Predictor:
     ) -> tuple[float, float]:
         """A lower bound of the mean pipeline, and an estimate of it with even lists and microbatches.
 
-        ``samples``: counts of all samples of a step, [num_samples, num_counts].  Each replica has ``num_microbatches``,
-        or with packs about as many, and on average at least ``least_microbatches``.
+        ``samples``: counts of all samples of a step, [num_samples, num_counts].  Each replica has about
+        ``num_microbatches``, and on average at least ``least_microbatches``.
         """
         run = self.run
         work = self._work_of_samples(samples) / run.dp_size / run.num_stages
@@ -173,8 +166,7 @@ class Predictor:
         return self._seconds_of_samples
 
     def about(self, workload: Workload, placement: Placement) -> float:
-        """An estimate of the mean pipeline without simulation: the work of the busiest stage, plus the way of the
-        costliest microbatch to the last stage and back."""
+        """A quick estimate of the mean pipeline: the busiest stage, and the costliest microbatch's way through."""
         found = []
         for step, stages in zip(workload.steps, self._work(workload, [placement]), strict=True):
             busiest = int(stages.max(axis=(1, 2)).argmax())
@@ -188,8 +180,7 @@ class Predictor:
         return np.mean([stages.max(axis=(0, 1)) for stages in self._work(workload, placements, is_bound=True)], axis=0)
 
     def layer_work(self, workload: Workload) -> tuple[np.ndarray, np.ndarray]:
-        """The time of each ViT layer and of each LLM layer over all steps.  The first and the last layer of a tower
-        include the blocks placed with them."""
+        """The time of each ViT and LLM layer over all steps; the first and the last include the blocks beside them."""
         counts = self.shared(np.concatenate([one for step in workload.steps for one in step]))
         of_blocks = dict(zip(self.costs.places, self.costs.of_blocks(counts).sum(axis=(0, 1)).tolist(), strict=True))
         vision, language = (np.array([seconds for (place, _), seconds in of_blocks.items() if place is wanted])
@@ -210,13 +201,13 @@ class Predictor:
     ) -> list[np.ndarray]:
         """By step, the work of each stage of each replica: [num_replicas, num_stages, num_placements].
 
-        ``is_bound``: a lower bound of it instead.  Microbatches that pass the ViT together pay the fixed costs of one
-        pass, and divide their images more evenly.
+        ``is_bound``: a lower bound: microbatches that share a pass of the ViT pay its fixed costs once, and divide
+        their images more evenly.
         """
         slots, num_stages = self.costs.slots_of(placements), placements[0].num_stages
         costs, shared = self.costs, self.shared
-        if is_bound and self.run.model.encoder_batch_microbatches > 1:
-            costs, shared = self._costs_of_rows, self._evenly_shared
+        if is_bound and self.run.model.encoder_batch_microbatches > 1:  # without the ViT's fixed costs
+            costs, shared = replace(costs, fixed=costs.fixed * ~costs.is_vision), self._evenly_shared
 
         def of_step(step: Sequence[np.ndarray]) -> np.ndarray:
             sizes = np.array([len(counts) for counts in step])
@@ -225,17 +216,12 @@ class Predictor:
 
         return [of_step(step) for step in workload.steps]
 
-    @cached_property
-    def _costs_of_rows(self) -> BlockCosts:
-        """The costs without the ViT's fixed costs."""
-        return replace(self.costs, fixed=self.costs.fixed * ~self.costs.is_vision)
 
     def ordered(
         self, counts: np.ndarray, placements: Sequence[Placement], slots: np.ndarray | None = None,
         is_rough: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Costs and messages as ``step_costs`` takes them.  Microbatches are in the order of the run, which chooses it
-        by FLOPs."""
+        """Costs and messages as ``step_costs`` takes them, in the order of the run, which chooses it by FLOPs."""
         slots = self.costs.slots_of(placements) if slots is None else slots
         here, num_stages = self.shared(counts), placements[0].num_stages
         messages = self.messages(here, placements)
@@ -253,9 +239,9 @@ class Predictor:
         return in_order(self.costs.of_slots(here, slots), order), in_order(messages, order)
 
     def _of_slots(self, counts: np.ndarray, placement: Placement, slots: np.ndarray) -> np.ndarray:
-        """Costs [2, num_microbatches, num_slots] of microbatches in their order, some of which share a pass of the ViT.
+        """Costs [2, num_microbatches, num_slots] in their order of microbatches that share passes of the ViT.
 
-        A pass whose work is in another one takes no time, but still waits for its gradient.
+        One whose work is in another pass takes no time, but still waits for its gradient.
         """
         is_passed = np.tensordot(self.costs.of_blocks(self.shared(counts)), slots, 1) > 0
         found = np.tensordot(self.of_blocks(counts, placement), slots, 1)
@@ -264,8 +250,7 @@ class Predictor:
     def of_blocks(self, counts: np.ndarray, placement: Placement) -> np.ndarray:
         """Costs [2, num_microbatches, num_blocks] of microbatches in their order.
 
-        A pass of the ViT for several microbatches is in the forward pass of the first and the backward pass of the
-        last.
+        A shared pass of the ViT is in the forward pass of its first microbatch and the backward pass of its last.
         """
         found = self.costs.of_blocks(self.shared(counts))
         size = self.run.model.encoder_batch_microbatches

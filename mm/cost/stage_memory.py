@@ -1,38 +1,185 @@
-"""The memory of one rank's stage: its chunks over the schedule, and the peak with its states, for a run's longest
-microbatches."""
+"""The memory of one rank's stage: its states, its chunks' activations over the schedule, and the peak of both."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, reduce
-from operator import le
+from operator import add, le
 
-from mm.config.model import ModelConfig
+from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.cost.layer_memory import FP32, WIDTHS
+from mm.cost.layer_memory import FP32, WIDTHS, params_by_place, params_of
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
-from mm.cost.model_states import StageSize, block_bytes, build_bytes, chunk_size
 from mm.cost.workload import one_stage
+from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.model.recompute import SEGMENT_BYTES
 from mm.parallel.order import in_flight, max_sent_ahead
 from mm.placement import Placement, StageSpec
+from mm.weights.table import Place, model_weights, owns, stage_weights
+from mm.weights.trained import GradientPath
+
+KEPT_COPY_BYTES = {"fp32": FP32, "remainder": 2, "none": 0}
+"""Bytes kept beside a trained weight in 16 bits, by ``Arguments.kept_copy``."""
+
+
+def num_model_params(run: Run) -> int:
+    """Parameters of the whole model, each counted once: no adapters, no padding, no second copy of a tied embedding."""
+    return sum(math.prod(weight.shape) for weight in model_weights(run.model.base))
+
+
+def state_widths(args: Arguments) -> tuple[int, int]:
+    """Bytes per trained parameter: those kept beside the weight, and those of both moments."""
+    copy_width = KEPT_COPY_BYTES[args.kept_copy] if args.precision != "fp32" else 0
+    return copy_width, WIDTHS[args.exp_avg_dtype] + WIDTHS[args.exp_avg_sq_dtype]
+
+
+def offloaded(sizes: Sequence[int], share: float) -> list[int]:
+    """Indices of the weights with states in host memory: the largest first that fit into ``share`` of all elements."""
+    left, chosen = round(share * sum(sizes)), list[int]()
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        if sizes[index] <= left:
+            chosen.append(index)
+            left -= sizes[index]
+    return sorted(chosen)
 
 
 @dataclass(frozen=True)
-class UnitBuffers:
-    """Gradients that exist only while a backward pass fills and reduces them, and weights that are whole only while
-    they are used."""
+class StageSize:
+    """States of one rank of a stage.  Frozen weights have neither gradients nor optimizer state."""
+
+    num_params: int
+    num_trainable_params: int
+    weight_bytes: int
+    gradient_bytes: int
+    """fp32, unless they are reduced in bf16; shards of gradients are always fp32."""
+    copy_bytes: int
+    """What is kept beside 16-bit weights: fp32 copies or remainders."""
+    moment_bytes: int
+    """Adam's two moments."""
+    host_bytes: int
+    """Copies and moments in host memory; those on the device do not include them."""
+    reduced_bytes: int
+    """Gradients as they are reduced over the ranks with the same weights."""
+    num_buckets: int
+    """Layers and other blocks with trained weights; sharded gradients are reduced block by block."""
+    whole_gradient_bytes: int
+    """Gradients that tensor-parallel ranks also sum, without shards: of encoders that each of them holds whole."""
+    update_bytes: int
+    """fp32 copies of bf16 gradients, which exist only in the update, without activations."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self.copy_bytes + self.moment_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All on the device."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def __add__(self, other: "StageSize") -> "StageSize":
+        return StageSize(*map(add, astuple(self), astuple(other)))
+
+    def divided(self, count: int) -> "StageSize":
+        """The size of one of ``count`` equal stages that hold this together, rounded down."""
+        return StageSize(*(number // count for number in astuple(self)))
+
+
+def stage_sizes(run: Run, placement: Placement) -> list[StageSize]:
+    """Size of one rank of each stage: the sum over its chunks."""
+    return [reduce(StageSize.__add__, (chunk_size(run, placement[stage, chunk]) for chunk in range(run.num_chunks)))
+            for stage in range(run.num_stages)]
+
+
+def chunk_size(run: Run, spec: StageSpec) -> StageSize:
+    """Parameters and bytes of ``spec`` on one rank: its tensor-parallel shard, with padding in memory."""
+    model = one_stage(run.model)
+    counts = [one for (place, layer), one in params_by_place(model, run.tp_size).items() if owns(spec, place, layer)]
+    copies = [weight for weight in stage_weights(model, spec) if weight.is_tied_copy] if model.language.tied else []
+    counts.append(params_of(copies, model, run.tp_size))
+    num_params, num_trainable, num_whole = map(sum, zip(*counts, strict=True))
+    reduced_width = WIDTHS["bf16"] if run.args.grad_reduce_in_bf16 else FP32
+    kept_width = FP32 if run.shards_gradients else reduced_width
+    copy_width, moments_width = state_widths(run.args)
+    num_shards, host_share = num_optimizer_shards(run), run.args.host_share
+
+    def of_states(width: int, share: float) -> int:
+        return math.ceil(num_trainable * width * share / num_shards)
+
+    return StageSize(
+        num_params=num_params,
+        num_trainable_params=num_trainable,
+        weight_bytes=-(-num_params * WIDTHS[run.args.precision] // (num_shards if run.shards_weights else 1)),
+        gradient_bytes=-(-num_trainable * kept_width // (num_shards if run.shards_gradients else 1)),
+        reduced_bytes=num_trainable * reduced_width,
+        num_buckets=sum(one[1] > 0 for one in counts),
+        whole_gradient_bytes=num_whole * kept_width,
+        copy_bytes=of_states(copy_width, 1 - host_share),
+        moment_bytes=of_states(moments_width, 1 - host_share),
+        host_bytes=of_states(copy_width + moments_width, host_share),
+        update_bytes=-(-num_trainable * FP32 // num_shards) if kept_width < FP32 else 0,
+    )
+
+
+
+def num_optimizer_shards(run: Run) -> int:
+    """Ranks over which the optimizer's states are divided."""
+    return run.num_copies if run.args.splits_optimizer else 1
+
+
+def gathered_params(run: Run) -> list[int]:
+    """If weights are sharded: the parameters of each gather in the two passes of a microbatch with images.
+
+    Each layer and other block is gathered for its forward pass, and again for its backward pass if it has one.  The
+    output layer stays open between the two, and the word embedding's backward pass reads no weights.
+    """
+    model = one_stage(run.model)
+    path, sizes = GradientPath.of(model), params_by_place(model, run.tp_size)
+    found: list[int] = []
+    for (place, layer), (num_params, _, _) in sizes.items():
+        if place is Place.HEAD and model.language.tied:
+            num_params, _, _ = sizes[Place.EMBEDDING, None]
+        is_again = place not in (Place.EMBEDDING, Place.HEAD) and path.flows_through(place, layer)
+        found += [num_params] * (1 + is_again)
+    return found
+
+
+def block_bytes(run: Run, size: StageSize) -> int:
+    """Bytes that the update needs for one block of states in 16 bits or in host memory.
+
+    These are the block's states in fp32, and temporaries of rounding or splitting one of them.  Of states in host
+    memory, two blocks are on the device at a time.
+    """
+    first, second = (WIDTHS[dtype] < FP32 for dtype in (run.args.exp_avg_dtype, run.args.exp_avg_sq_dtype))
+    copy = run.args.kept_copy
+    salts_and_result = FP32 + WIDTHS["bf16"]
+    once_more = max(WIDTHS["bf16"] * second, salts_and_result * (copy == "none"), 2 * FP32 * (copy == "remainder"))
+    num_elements = min(ROUNDED_AT_ONCE, -(-size.num_trainable_params // num_optimizer_shards(run)))
+    passing = 2 * sum(state_widths(run.args)) if run.args.host_share else 0
+    return num_elements * (FP32 * (first + second + (copy != "fp32")) + once_more + passing)
+
+
+def build_bytes(run: Run, size: StageSize) -> int:
+    """Bytes that a stage needs while it is built: megatron's distributed optimizer copies the trained weights."""
+    is_copied = run.args.splits_optimizer and not run.shards_gradients
+    copied = size.num_trainable_params * WIDTHS[run.args.precision] if is_copied else 0
+    return size.weight_bytes + size.gradient_bytes + copied
+
+
+@dataclass(frozen=True)
+class BucketBuffers:
+    """Sharded gradients and weights that are whole at a time: widths in bytes, and numbers of layers."""
 
     width: int
     """Bytes of one gradient."""
     num_layers: int
-    """Layers whose gradients exist at the same time: 1, or 2 with overlapped reduction."""
+    """Layers whose gradients are whole at a time: 1, or 2 with overlapped reduction."""
     weight_width: int = 0
     """Bytes of one weight; 0 if all are always whole."""
     num_open: int = 1
-    """Layers whose weights are whole at the same time: 1, or 2 with overlapped gathers."""
+    """Layers whose weights are whole at a time: 1, or 2 with overlapped gathers."""
 
     @classmethod
-    def of(cls, run: Run) -> "UnitBuffers | None":
+    def of(cls, run: Run) -> "BucketBuffers | None":
         """None if a rank keeps all gradients."""
         if not run.shards_gradients:
             return None
@@ -47,14 +194,6 @@ class StageMemory:
     """One rank's memory besides its states, over all of its chunks."""
 
     chunks: tuple[ChunkMemory, ...]
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, placement: Placement, stage: int, tp_size: int, precision: str,
-        num_pieces: int = 1, ulysses_size: int = 1, keeps_features: bool = False,
-    ) -> "StageMemory":  # fmt: skip
-        return cls(tuple(ChunkMemory(model, placement, placement[stage, chunk], tp_size, precision, num_pieces,
-                                     ulysses_size, keeps_features) for chunk in range(placement.num_chunks)))
 
     def in_flight(self, rows: MicrobatchSizes, num_microbatches: int) -> tuple[int, ...]:
         """Number of microbatches, by chunk, whose activations are kept at the schedule's peak."""
@@ -91,20 +230,18 @@ class StageMemory:
     def working_bytes(self, rows: MicrobatchSizes) -> int:
         return max(chunk.working_bytes(rows) for chunk in self.chunks)
 
-    def buffer_bytes(self, buffers: UnitBuffers) -> tuple[int, int, int]:
-        """Bytes of the gradients and weights that exist with logits, with a running layer, and with the word embedding.
-        """
-        chunks, width, num_layers = self.chunks, buffers.width, buffers.num_layers
-        weight_width, num_open = buffers.weight_width, buffers.num_open
-        at_layers = (_at_a_layer(one, num_layers) for one in chunks)
-        at_embedding = (one.embedding_gradients + one.layer_gradients * (num_layers - 1) for one in chunks
-                        if one.embedding_gradients)
-        opened = (max(one.head_weights + one.layer_weights * (num_open - 1) for one in chunks),
-                  max(one.layer_weights * num_open for one in chunks),
-                  max(one.embedding_weights + one.layer_weights * (num_open - 1) for one in chunks))
-        return (width * max(one.head_gradients for one in chunks) + weight_width * opened[0],
-                width * max(at_layers) + weight_width * opened[1],
-                max(width * max(at_embedding, default=0), weight_width * opened[2]))
+    def buffer_bytes(self, buffers: BucketBuffers) -> tuple[int, int, int]:
+        """Bytes of whole gradients and weights at the logits, at a running layer, and at the word embedding."""
+        chunks, width, weight_width = self.chunks, buffers.width, buffers.weight_width
+        more_layers, more_open = buffers.num_layers - 1, buffers.num_open - 1
+        at_embedding = (one.embedding.trained + one.layer.trained * more_layers for one in chunks
+                        if one.embedding.trained)
+        return (width * max(one.head.trained for one in chunks)
+                + weight_width * max(one.head.total + one.layer.total * more_open for one in chunks),
+                width * max(_at_a_layer(one, buffers.num_layers) for one in chunks)
+                + weight_width * max(one.layer.total * buffers.num_open for one in chunks),
+                max(width * max(at_embedding, default=0),
+                    weight_width * max(one.embedding.total + one.layer.total * more_open for one in chunks)))
 
     def ahead_bytes(self, rows: MicrobatchSizes, num_microbatches: int) -> int:
         """Bytes of messages that a slow next stage has not received: the most that may be in flight, and the next."""
@@ -114,35 +251,33 @@ class StageMemory:
         return sum(sorted(messages)[-most:])
 
     def peak_bytes(
-        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: UnitBuffers | None = None
+        self, rows: MicrobatchSizes, num_microbatches: int, state_bytes: int, buffers: BucketBuffers | None = None
     ) -> int:
-        """Peak: states, all microbatches in flight, messages sent ahead, and either logits or a running layer.
-
-        ``buffers``: those that exist during the backward pass, if the states hold only shards of the gradients.
-        """
+        """Peak: states, microbatches in flight, messages sent ahead, and logits, a running layer or buckets."""
         held = self.kept_bytes(rows, num_microbatches) + self.ahead_bytes(rows, num_microbatches)
         return state_bytes + held + sum(self.working_parts(rows, buffers))
 
-    def working_parts(self, rows: MicrobatchSizes, buffers: UnitBuffers | None) -> tuple[int, int]:
-        """The most that logits, a running layer or the word embedding need: bytes of their own work, and of gradients
-        and weights that exist only then."""
+    def working_parts(self, rows: MicrobatchSizes, buffers: BucketBuffers | None) -> tuple[int, int]:
+        """The most that logits, a running layer or the word embedding need: bytes of their work, and of buckets."""
         at_logits, at_layer, at_embedding = (0, 0, 0) if buffers is None else self.buffer_bytes(buffers)
         moments = (self.logit_bytes(rows), at_logits), (self.working_bytes(rows), at_layer), (0, at_embedding)
         return max(moments, key=sum)
 
 
 def _at_a_layer(chunk: ChunkMemory, num_layers: int) -> int:
-    """Elements whose gradients exist during the backward pass of a layer: its own, and with overlapped reduction those
-    of the unit before, which may be the output layer.  A tied output layer keeps its gradients until the end."""
+    """Elements whose gradients exist during the backward pass of a layer.
+
+    With overlapped reduction, those of the bucket before are among them, which may be the output layer.  A tied output
+    layer keeps its gradients until the end.
+    """
     if chunk.shares_embedding:
-        return chunk.layer_gradients * num_layers + chunk.head_gradients
-    return chunk.layer_gradients + max(chunk.layer_gradients, chunk.head_gradients) * (num_layers - 1)
+        return chunk.layer.trained * num_layers + chunk.head.trained
+    return chunk.layer.trained + max(chunk.layer.trained, chunk.head.trained) * (num_layers - 1)
 
 
 @cache
 def _moments(num_microbatches: int, stage: int, num_stages: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Microbatches in flight, by chunk, at the moments of the schedule; without moments at which no chunk has more than
-    at some other moment."""
+    """Microbatches in flight, by chunk, at the moments of the schedule that no other moment exceeds in every chunk."""
     found = dict.fromkeys(in_flight(num_microbatches, stage, num_stages, num_chunks))
     return tuple(one for one in found if not any(
         other != one and all(map(le, one, other)) for other in found))
@@ -152,12 +287,10 @@ TEXT, VISUAL, STATED = "text", "visual", "stated"
 
 
 def longest_microbatches(run: Run) -> dict[str, MicrobatchSizes]:
-    """One rank's rows of the longest microbatch, in its two extremes.
+    """One rank's rows of the longest microbatch in its two extremes, or of one with ``--dry-run-patches``.
 
-    One is all text, every token a target.  The other is all visual tokens, which are never targets.  A mixture needs
-    memory between the two.  With ``--dry-run-patches``: one microbatch with that many patches, the rest text.
-
-    Ranks that divide the images get whole ones, so a rank may have one more than its share.
+    One extreme is all text, every token a target; the other all visual tokens, which are never targets.  A mixture
+    needs memory between the two.  Ranks that divide the images get whole ones, so one may have one more than its share.
     """
     num_tokens, per_token = run.args.seq_length * run.args.micro_batch_size, run.model.vision.spatial_merge_size**2
     data, patch_pixels = run.data, run.model.vision.patch_size**2
@@ -205,16 +338,14 @@ def peak_bytes(memory: StageMemory, rows: MicrobatchSizes, run: Run, size: Stage
     in_questions = 0
     if run.shards_weights and run.args.eval_generate_interval is not None:  # besides its cache, which is bounded by it
         in_questions = size.total_bytes + size.num_params * WIDTHS[run.args.precision]
-    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, UnitBuffers.of(run)), in_update,
+    return max(memory.peak_bytes(rows, run.held_microbatches, size.total_bytes, BucketBuffers.of(run)), in_update,
                in_questions, build_bytes(run, size))
 
 
 def activation_bytes_on_host(run: Run, placement: Placement) -> list[int]:
-    """Host memory for the offloaded activations of one rank of each stage, for the kind of microbatch that needs
-    most."""
-    memories = [stage_memory(run, placement, stage) for stage in range(placement.num_stages)]
-    return [max(memory.host_bytes(rows, run.held_microbatches) for rows in longest_microbatches(run).values())
-            for memory in memories]
+    """Host memory for the offloaded activations of a rank of each stage, for the microbatches that need most."""
+    return [max(stage_memory(run, placement, stage).host_bytes(rows, run.held_microbatches)
+                for rows in longest_microbatches(run).values()) for stage in range(placement.num_stages)]
 
 
 ChunkSizes = dict[StageSpec, tuple[StageSize, ChunkMemory]]

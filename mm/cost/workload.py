@@ -12,8 +12,7 @@ from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.data.sample import HasLengths, Lengths
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import StepSamples
-from mm.data.sampler.sampler import order_of
+from mm.data.sampler.sampler import StepSamples, order_of
 from mm.placement import Message
 
 Rows = TypeVar("Rows", int, np.ndarray)
@@ -46,10 +45,7 @@ class Workload:
 def workload_of(
     run: Run, lengths: HasLengths, num_steps: int = NUM_STEPS, first: int = 1, sizes: SampleSizes | None = None
 ) -> Workload:
-    """Some steps of ``run`` from iteration ``first`` on, in the order and the packs of its sampler.
-
-    ``lengths``: of all its samples; ``sizes``: theirs too, computed if absent.
-    """
+    """Some steps of ``run`` from iteration ``first`` on, in the order and the packs of its sampler."""
     order = order_of(run, lengths, dp_rank=0, consumed_samples=0, sizes=sizes)
     return Workload(tuple(_counts(lengths, order.of_ranks(step)) for step in range(first - 1, first - 1 + num_steps)))
 
@@ -87,8 +83,7 @@ def image_kinds(counts: np.ndarray) -> np.ndarray:
 
 
 def per_rank(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.ndarray:
-    """The costliest share of each microbatch: tokens are divided evenly over ``num_ranks``, and whole images of about
-    the same size over ``num_encoders``."""
+    """The costliest share of each microbatch: tokens divided evenly, and whole images of about the same size."""
     if num_encoders == 1:
         return counts
     images = counts[:, COUNTS.index("num_images")]
@@ -105,9 +100,9 @@ def mean_per_rank(counts: np.ndarray, num_ranks: int, num_encoders: int) -> np.n
 
 
 def message_bytes(message: Message, num_patches: Rows, num_tokens: Rows, model: ModelConfig, width: int) -> Rows:
-    """Bytes that cross a boundary for one microbatch; of all tensor-parallel ranks together if they cut the rows.
+    """Bytes that cross a boundary for one microbatch, of all tensor-parallel ranks together if they cut the rows.
 
-    ``width``: bytes per element.  The counts are numbers, or arrays with an entry for each microbatch.
+    ``width``: bytes per element.
     """
     vision, language = model.vision, model.language
     return {

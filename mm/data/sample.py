@@ -1,7 +1,4 @@
-"""``Sample``, the internal form of a training sample for all file formats: turns of text, images and videos.
-
-The lengths of all samples of a dataset, known before any is decoded: input of packing, samplers and reports.
-"""
+"""``Sample``, the form of a training sample for all file formats; its lengths; and how messages name a bad one."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+
+from mm.config.schema import shown
 
 
 class Stored(Protocol):
@@ -123,7 +122,7 @@ class Sample:
 
     turns: tuple[Turn, ...]
     where: str
-    """``file:index``, the index counted from 0 within the file."""
+    """Its record for messages, as ``record_place`` names it."""
 
     @property
     def media(self) -> tuple[Media, ...]:
@@ -132,13 +131,11 @@ class Sample:
 
 
 class HasLengths(Protocol):
-    """Gives the lengths of the samples of a dataset, possibly without keeping all of them in memory."""
+    """The lengths of the samples of a dataset, perhaps on disk; ``of`` loads those of some samples."""
 
     def __len__(self) -> int: ...
 
-    def of(self, numbers: np.ndarray) -> "Lengths":
-        """The lengths of these samples, in the given order, loaded into memory."""
-        ...
+    def of(self, numbers: np.ndarray) -> "Lengths": ...
 
 
 @dataclass(frozen=True)
@@ -162,5 +159,73 @@ class Lengths:
         return len(self.num_tokens)
 
     def of(self, numbers: np.ndarray) -> "Lengths":
-        """See ``HasLengths``."""
         return Lengths(*(getattr(self, one.name)[numbers] for one in fields(self)))
+
+
+_ID_CHARACTERS = 80
+"""Longer ids are shortened in messages."""
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A record that cannot be used.  Its fields are one line of ``quarantine.jsonl``."""
+
+    dataset: str
+    """Path of its file."""
+    line: int | None
+    """Its line in the file, counted from 1; None if the file has no lines."""
+    index: int
+    """Its index in the file, counted from 0."""
+    id: str | int | None
+    """Its own ``id`` field, if any."""
+    path: str | None
+    """The image or video that causes the problem, if any."""
+    reason: str
+
+    @property
+    def where(self) -> str:
+        return self.dataset if self.line is None else f"{self.dataset}:{self.line}"
+
+    @property
+    def what(self) -> str:
+        return f"{numbered('record', self.index, self.id)}: {self.reason}"
+
+    def message(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def numbered(what: str, index: int, name: str | int | None = None) -> str:
+    """``what``, its index and its ``name``: a line may contain a whole list, so its number does not identify a record.
+    """
+    called = "" if name is None else f", id {_short(name)}"
+    return f"{what} {index} (counted from 0{called})"
+
+
+def record_place(path: str, index: int, name: str | int | None = None) -> str:
+    """The place of a record whose line is unknown.  The form ``path:N`` is reserved for line numbers."""
+    return f"{path}: record {index}" + ("" if name is None else f" (id {_short(name)})")
+
+
+def name_of(record: Any) -> str | int | None:
+    """The ``id`` of a record, or None."""
+    name = record.get("id") if isinstance(record, dict) else None
+    return name if isinstance(name, str | int) else None
+
+
+def described(value: Any) -> str:
+    """What a value is, without the text in it: samples may be private, and messages go to logs."""
+    match value:
+        case str() if value:
+            return f"a string of {len(value)} characters"
+        case list() if value:
+            return f"a list of {len(value)}"
+        case dict() if value:
+            return f"an object with the keys {shown(list(value))}"
+        case _:
+            return shown(value)
+
+
+def _short(name: str | int) -> str:
+    """An id for messages: ``repr`` escapes control characters and lone surrogates."""
+    text = repr(name)
+    return text if len(text) <= _ID_CHARACTERS else f"{text[: _ID_CHARACTERS - 3]}..."

@@ -4,10 +4,10 @@ A decoder may crash, hang or fill the memory, and nothing in its own process can
 inside ``decoding``.  When a worker ends there, another one takes its place and gets the same item, in which that file
 now raises a UserError: it costs one sample, and all other results and their order stay the same.
 
-Processes are started through a fork server, a fresh process without threads.  Forking the trainer itself would copy
-locks that its threads (communication, prefetch) may hold at that moment, open sockets, and the accelerator's state.
-The cost: a script that trains needs an ``if __name__ == "__main__"`` guard.  The server and its workers end with the
-process that they work for, even if they are stopped (``mm.data.fork_server``).
+Processes are started through a fork server, a fresh process without threads: forking the trainer itself would copy
+locks that its threads hold, open sockets, and the accelerator's state.  So a script that trains needs an ``if __name__
+== "__main__"`` guard.  The server and its workers end with the process that they work for, even if they are stopped
+(``mm.data.fork_server``).
 """
 
 import ctypes
@@ -46,8 +46,7 @@ DECODING_SECONDS = 300.0
 ROOM_BYTES = 4 << 30
 """Memory that decoding one file may reserve: three times what the largest image takes."""
 _PRELOADED = ["mm.data.fork_server", "mm.data.loader.loader", "mm.data.sampler.sampler"]
-"""One module for the server itself, and those that workers need.  Strings, because importing the latter would invert
-the layering."""
+"""Strings, because importing them would invert the layering."""
 _WORTH_A_START = 16
 """Number of items.  This process finishes fewer of them before worker processes would have started."""
 _NUM_AHEAD = 4
@@ -65,7 +64,7 @@ class Embedded(Protocol):
 
 
 class _Watched:
-    """What a worker is decoding, in memory shared with its owner, and the files whose decoding ended a worker."""
+    """What a worker is decoding, in memory shared with its parent, and the files whose decoding ended a worker."""
 
     def __init__(self, name: Any) -> None:
         self.name = name
@@ -283,8 +282,7 @@ def _done(work: Callable[[Item], Result], item: Item) -> Result:
 def fork_server() -> ForkServerContext:
     """The running fork server; starts it on first use.
 
-    Its processes block the signals that stop a program: a terminal or a scheduler sends them to every process, and the
-    parent decides what happens to the work.
+    Its processes block the signals that stop a program: schedulers send them to every process, and the parent decides.
     """
     context = get_context("forkserver")
     # Preloaded once in the fork server, so that processes start in milliseconds.  No effect once a server is running.

@@ -1,39 +1,33 @@
-"""The commands of ``mm-data``, each a function of its flags in ``mm.data_tool.flags``.
+"""The commands of ``mm-data``: check, show and mock."""
 
-Facts about a dataset before training on it: statistics of its samples, and their problems, for ``mm.report``.
-
-One sample as the model sees it: its images after resizing, and its tokens with the target tokens marked.
-"""
-
-import base64
 import dataclasses
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from mm.batch import IGNORE_INDEX, Microbatch
 from mm.config.data import read_data
 from mm.config.model import ModelConfig, read_model
 from mm.console import Progress, ongoing
-from mm.data.encode.chat import load_tokenizer
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder, load_tokenizer
 from mm.data.index.dataset import Dataset, Split, datasets, notes_of
-from mm.data.index.measure import Gauge
-from mm.data.records.record_name import BadSample
-from mm.data.sample import Sample
+from mm.data.index.index import Measure
+from mm.data.sample import BadSample, Sample
 from mm.data.sampler.balance import Budget, fullest_packs
 from mm.data.sampler.cost import SampleSizes
 from mm.data.workers import in_processes
 from mm.data_tool.flags import CheckFlags, DataFlags, MockFlags, ShowFlags
 from mm.errors import MAX_PROBLEMS, NoEffect, UserError, counted, printable, refuse
-from mm.report import Histogram, Problem, Report, check_page, page, write_page
+from mm.report import Histogram, Problem, Report, check_page, page, render, write_page
 
 _NUM_AT_A_TIME = 64
 """Samples that one process decodes before it reports."""
@@ -50,20 +44,14 @@ def survey(
     """A report on the samples of each split, which must have been measured, and those with ``damaged`` media."""
     skipped = dict.fromkeys(bad for dataset in splits.values() for bad in dataset.skipped)  # splits may share files
     facts = (("samples whose media are damaged", f"{len(damaged):,}, counted as usable"),) if damaged else ()
-    return Report(f"Samples of {data_json}", facts, problems=tuple(map(_problem, (*skipped, *damaged))),
+    problems = (Problem(bad.where, bad.what, kind_of(bad.reason, bad.path)) for bad in (*skipped, *damaged))
+    return Report(f"Samples of {data_json}", facts, problems=tuple(problems),
                   notes=tuple(notes_of(splits)),
                   sections=tuple(_section(name, dataset, model, seq_length) for name, dataset in splits.items()))
 
 
-def _problem(bad: BadSample) -> Problem:
-    return Problem(bad.where, bad.what, kind_of(bad.reason, bad.path))
-
-
 def kind_of(reason: str, path: str | None = None) -> str:
-    """The kind of a problem: its text without what differs between samples, such as paths, numbers and quotes.
-
-    ``path``: the image or video that causes it, which may have spaces in its name.
-    """
+    """The kind of a problem: its text without paths (above all ``path``, which may have spaces), numbers and quotes."""
     return _OF_ONE_SAMPLE.sub("…", reason if path is None else reason.replace(path, "…")).removeprefix("…: ")
 
 
@@ -124,10 +112,6 @@ class _Encode:
         return found
 
 
-_LEGEND = ('<p class="legend"><span class="target">target tokens: the loss is computed on them</span> '
-           '<span class="media">tokens of an image or video</span> <span>no colour: context</span></p>')
-
-
 @dataclass(frozen=True)
 class Shown:
     """A sample, prepared for display."""
@@ -154,12 +138,8 @@ class Shown:
 
     def html(self) -> str:
         """A self-contained page."""
-        spans = "".join(f'<span class="{kind}">{escape(text)}</span>' for kind, text in self.groups)
-        images = "".join(f'<div><img alt="as the model sees it" src="data:image/png;base64,{_png(frame)}">'
-                         f"<small>{frame.shape[1]:,} x {frame.shape[0]:,} pixels</small></div>"
-                         for frame in self.frames)
-        return page(self.where, f'<p>{self._counts}</p>\n<div class="frames">{images}</div>\n{_LEGEND}\n'
-                                f'<div class="turns">{spans}</div>')
+        frames = [(frame.shape[1], frame.shape[0], _png(frame)) for frame in self.frames]
+        return page(self.where, render("sample.html", counts=self._counts, frames=frames, groups=self.groups))
 
     @property
     def _counts(self) -> str:
@@ -169,7 +149,7 @@ class Shown:
 
 def _groups(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[tuple[str, str]]:
     """Runs of tokens of one kind; the tokens of an image or video are replaced by their number."""
-    media, ids = encoder.chat.media_token_ids, encoded.token_ids.tolist()
+    media, ids = (encoder.chat.image_token_id, encoder.chat.video_token_id), encoded.token_ids.tolist()
     is_target = [False, *(label != IGNORE_INDEX for label in encoded.labels.tolist()[:-1])]
     kinds = ["media" if token in media else "target" if is_one else "context"
              for token, is_one in zip(ids, is_target, strict=True)]
@@ -192,18 +172,18 @@ def _frames(encoded: Microbatch, encoder: SampleEncoder) -> Iterator[np.ndarray]
         yield from (frame.numpy() for frame in (frames[:1] if is_still else frames))
 
 
-def _png(frame: np.ndarray) -> str:
+def _png(frame: np.ndarray) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(frame).save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode()
+    return stream.getvalue()
 
 
 def _check(flags: CheckFlags) -> None:
     check_page(flags.html)
     problems: list[str] = []
-    splits, gauge, model = _measured(flags, problems, flags.again)
+    splits, measure, model = _measured(flags, problems, flags.again)
     if splits:
-        damaged = damaged_samples(splits, gauge.encoder) if flags.deep else []
+        damaged = damaged_samples(splits, measure.encoder) if flags.deep else []
         with ongoing("computing the statistics"):
             report = survey(flags.mm_data, splits, model, flags.seq_length, damaged)
         report = dataclasses.replace(report, notes=(*report.notes, *_key_notes(flags.mm_data)))
@@ -228,35 +208,68 @@ def _key_notes(path: str) -> Iterator[str]:
 
 def _measured(
     flags: DataFlags, problems: list[str], again: bool = False
-) -> tuple[Mapping[Split, Dataset], Gauge, ModelConfig]:
-    """The usable training and validation samples; unusable ones are listed in the datasets.
-
-    A split without usable samples is left out, and its errors are added to ``problems``.
-    """
+) -> tuple[Mapping[Split, Dataset], Measure, ModelConfig]:
+    """The usable samples; a split without any is left out, and its errors are added to ``problems``."""
     data, model = read_data(flags.mm_data).value, read_model(flags.mm_model).value
     data = dataclasses.replace(data, overwrite_cache=again or data.overwrite_cache)
-    gauge = Gauge.from_config(data, model, flags.seq_length)
-    return datasets(data, problems, True, gauge, flags.seed), gauge, model
+    measure = Measure.from_config(data, model, flags.seq_length)
+    return datasets(data, problems, True, measure, flags.seed), measure, model
 
 
 def _show(flags: ShowFlags) -> None:
     check_page(flags.html)
     problems: list[str] = []
-    splits, gauge, _ = _measured(flags, problems)
+    splits, measure, _ = _measured(flags, problems)
     dataset = splits.get(flags.split)
     if dataset is None:
         raise UserError(
             problems or f"--split is {flags.split}, but {flags.mm_data} has neither val_dataset nor val_rate")
     refuse([] if 0 <= flags.sample < len(dataset) else [
         f"--sample is {flags.sample}; there are {len(dataset)} samples for {flags.split}, counted from 0"])
-    shown = Shown.of(dataset[flags.sample], gauge.encoder)
+    shown = Shown.of(dataset[flags.sample], measure.encoder)
     print(shown.text())
     if flags.html is not None:
         print("\n" + write_page(flags.html, shown.html()))
 
 
 def _mock(flags: MockFlags) -> None:
-    print(f"written: {flags.write(flags.output, load_tokenizer(flags.tokenizer) if flags.tokenizer else None)}")
+    print(f"written: {write_mock(flags)}")
+
+
+_WORDS = ("the", "a", "picture", "shows", "two", "red", "small", "house", "on", "green", "field", "and", "one", "old",
+          "tree", "near", "water", "under", "open", "sky")  # fmt: skip
+"""Each is one token of Qwen's tokenizer when preceded by a space."""
+
+
+def write_mock(flags: MockFlags) -> Path:
+    """Write ``data.jsonl`` and ``images/``; returns the path of the former.  Raises UserError if it already exists."""
+    target = flags.output / "data.jsonl"
+    refuse([f"{target} already exists; give another directory, or remove it"] if target.exists() else [])
+    tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else None
+    (flags.output / "images").mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(flags.seed)
+    names = [f"images/{number:05}.jpg" for number in range(flags.num_pictures if flags.num_images else 0)]
+    for name in Progress("drawing images", len(names), "images").each(names):
+        coarse = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+        coarse.resize((flags.width, flags.height), Image.Resampling.BICUBIC).save(flags.output / name, quality=90)
+    with open(target, "w", encoding="utf-8") as stream:
+        for number in Progress("writing samples", flags.num_samples, "samples").each(range(flags.num_samples)):
+            images = [names[(number * flags.num_images + at) % len(names)] for at in range(flags.num_images)]
+            question = "<image>" * len(images) + f"Question {number}: what is there to be seen?"
+            stream.write(json.dumps({"id": number, "images": images, "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": _text(flags.text_length, random, tokenizer)}]}) + "\n")
+    return target
+
+
+def _text(length: int, random: np.random.Generator, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Random words, cut to ``length``."""
+    words = [_WORDS[index] for index in random.integers(0, len(_WORDS), length)]
+    if tokenizer is None:
+        return " ".join(words)
+    while len(ids := tokenizer(" ".join(words), add_special_tokens=False)["input_ids"]) < length:
+        words += words
+    return str(tokenizer.decode(ids[:length]))
 
 
 _COMMANDS: Mapping[type, Callable[[Any], None]] = {

@@ -8,7 +8,6 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.args import DEFAULT_SEED
 from mm.config.schema import STRICT, Count, NaturalNumber, PathText, Seed
-from mm.data_tool.mock import Mock
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -40,8 +39,15 @@ class ShowFlags(DataFlags):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class MockFlags(Mock):
-    """``mm-data mock``."""
+class MockFlags:
+    """``mm-data mock``: all samples have the same size, and no two are equal."""
 
+    num_samples: Count = Field(default=100, description="samples")
+    num_images: NaturalNumber = Field(default=1, description="images of each sample")
+    width: Count = Field(default=640, description="pixels of an image from left to right")
+    height: Count = Field(default=480, description="pixels of an image from top to bottom")
+    text_length: Count = Field(default=256, description="words of each answer, or tokens with --tokenizer")
+    num_pictures: Count = Field(default=16, description="different image files, which the samples share")
+    seed: Seed = Field(default=1234, description="draws images and texts")
     output: Path = Field(description="directory for data.jsonl and images/")
-    tokenizer: str | None = Field(None, description="Hugging Face directory, whose tokens --text-length counts")
+    tokenizer: str | None = Field(default=None, description="Hugging Face directory, whose tokens --text-length counts")

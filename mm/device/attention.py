@@ -1,18 +1,12 @@
 """Attention over packed segments: the interface of the devices' kernels, and functions that several of them share.
 
-Pure functions on packed tensors: queries [num_tokens, num_heads, head_dim], keys and values [num_tokens,
-num_kv_heads, head_dim], segments one after another, every token attending only within its own segment.  The softmax
-scale is 1 / sqrt(head_dim).  A device's kernel is in its own file.
+Queries are [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim], segments one after
+another; every token attends only within its own segment.  The softmax scale is 1 / sqrt(head_dim).
 
-A fused kernel can be called in two ways.  *By stretch*: consecutive segments of equal length are viewed as a batch, one
-call per stretch; no copy, no mask, no lengths on the device.  *Variable length*: one call over all segments.
+A fused kernel can be called in two ways: with consecutive segments of equal length viewed as a batch, one call per run
+of equal lengths, without copy, mask or lengths on the device; or with variable lengths, one call over all segments.
 
-Attention to a part of the keys, for ring attention: its interface, and the form without a fused kernel.
-
-``forward`` returns the output as if there were no other keys, and each query's log-sum-exp, with which the outputs of
-several parts are combined.  ``backward`` takes the combined output and log-sum-exp, and returns the gradients of this
-part.  Tensors are as in ``mm.device.attention``; queries and keys have segments of their own, pair by pair, and
-``causal`` is for pairs of equal lengths.  Forms with a fused kernel are in the files of their devices.
+Ring attention attends to a part of the keys at a time (``PartialAttention``).
 """
 
 import itertools
@@ -31,8 +25,8 @@ class Segments:
 
     lengths: tuple[int, ...]
     """Tokens of each segment; none is empty."""
-    stretches: tuple[tuple[int, int], ...]
-    """(length, number of consecutive segments of this length)."""
+    equal_runs: tuple[tuple[int, int], ...]
+    """(length, number of consecutive segments of this length)"""
     cu_seqlens: Tensor
     """int32 [num_segments + 1] on the device: where each segment begins, and the end."""
     max_length: int
@@ -40,24 +34,22 @@ class Segments:
 
     @classmethod
     def build(cls, lengths: Iterable[int], copy: Callable[[Tensor], Tensor]) -> "Segments":
-        """Describe segments of ``lengths`` tokens, without the empty ones.
-
-        ``copy`` copies a host tensor to the device (``Device.copy``).
-        """
+        """Describe segments of ``lengths`` tokens, without the empty ones.  ``copy``: ``Device.copy``."""
         kept = tuple(length for length in lengths if length)
         starts = torch.tensor((0, *itertools.accumulate(kept)), dtype=torch.int32)
         return cls(
-            lengths=kept, stretches=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
+            lengths=kept, equal_runs=tuple((length, len(list(group))) for length, group in itertools.groupby(kept)),
             cu_seqlens=copy(starts), max_length=max(kept, default=0))
 
-    def prefers_stretches(self, max_segments: int | None = None) -> bool:
-        """Whether to call by stretch, if a variable-length call takes up to ``max_segments`` (None: any number).
+    def prefers_batches(self, max_segments: int | None = None) -> bool:
+        """Whether ``by_length`` launches at most as many kernels as variable-length calls of up to ``max_segments``
+        (None: any number).
 
-        The way with fewer launches wins; of one stretch the batch, because it needs no lengths.  Windows of mixed sizes
-        have up to nine stretches, so they take one variable-length call.
+        A single run is a batch, which needs no lengths.  Windows of mixed sizes have up to nine runs, so they take one
+        variable-length call.
         """
         num_calls = 1 if max_segments is None else -(-len(self.lengths) // max_segments)
-        return len(self.stretches) <= num_calls
+        return len(self.equal_runs) <= num_calls
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
@@ -65,24 +57,25 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
 heads, a divisor of q's (grouped queries)."""
 
 
-def by_stretch(
+def by_length(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` on each stretch as a batch [count, length, heads, head_dim], and join the results."""
+    """Call ``attend`` on each run of equal lengths as a batch [count, length, heads, head_dim]; join the results."""
     check_cover(q, segments)
-    if not segments.stretches:
+    if not segments.equal_runs:
         return q + (k.sum() + v.sum())  # empty, yet all three stay in the graph
-    sizes = [length * count for length, count in segments.stretches]
+    sizes = [length * count for length, count in segments.equal_runs]
     outputs = []
-    for (length, count), of_stretch in zip(segments.stretches, pieces(sizes, q, k, v), strict=True):
-        outputs.append(attend(*(one.unflatten(0, (count, length)) for one in of_stretch)).flatten(0, 1))
+    for (length, count), of_run in zip(segments.equal_runs, pieces(sizes, q, k, v), strict=True):
+        outputs.append(attend(*(one.unflatten(0, (count, length)) for one in of_run)).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def pieces(sizes: list[int], *tensors: Tensor) -> Iterable[Sequence[Tensor]]:
-    """The tensors' rows in pieces of ``sizes``.
+    """Split all tensors into pieces of ``sizes`` rows.
 
-    A split's backward joins the gradients once; slices would pad each.  Even a split into one copies the gradients.
+    ``split``, because its backward pass joins the gradients once, where each slice would pad its own; and not if there
+    is a single piece, because even that would copy the gradients.
     """
     return [tensors] if len(sizes) == 1 else zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
 
@@ -111,7 +104,7 @@ MAX_SCORE_ROWS = 1024
 
 @dataclass(frozen=True)
 class Pairs:
-    """Segments of queries, each with its segment of keys."""
+    """Segments of queries, each with its segment of keys; ``causal`` is for pairs of equal lengths."""
 
     queries: Segments
     keys: Segments
@@ -120,12 +113,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """Both directions of one device's form."""
+    """One device's attention to a part of the keys."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Pairs], PartialOutput]
-    """(q, k, v, pairs)"""
+    """(q, k, v, pairs) -> the output as if there were no other keys, and each query's log-sum-exp, with which the
+    outputs of several parts are combined."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, PartialOutput, Pairs], Gradients]
-    """(gradient of the output, q, k, v, whole output and logarithms, pairs)"""
+    """(gradient of the output, q, k, v, combined output and log-sum-exp, pairs) -> the gradients of this part."""
 
 
 # Without a fused kernel: CPU, and CUDA in fp32

@@ -12,27 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm.device.accelerator import SideQueue
-from mm.device.attention import PLAIN, Segments, by_stretch, sdpa
-from mm.device.kernels import Fuse, Kernels, eager_leaves, plain_accumulate, rms_norm
-from mm.device.platform import Platform, torch_profiler
+from mm.device.attention import PLAIN, Segments, by_length, sdpa
+from mm.device.kernels import Fuse, Kernels, eager_kernels, plain_accumulate, rms_norm
+from mm.device.platform import Platform, SideStream, torch_profiler
 from mm.device.shims import COMMON_SHIMS, Shim
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: torch's SDPA by stretch."""
-    return by_stretch(q, k, v, segments, partial(sdpa, causal=causal))
+    """A ``Kernel``: torch's SDPA by length."""
+    return by_length(q, k, v, segments, partial(sdpa, causal=causal))
 
 
 def _kernels(_: Fuse | None) -> Kernels:
-    return Kernels(cpu_attention, PLAIN, rms_norm, *eager_leaves(), plain_accumulate)
+    return Kernels(cpu_attention, PLAIN, rms_norm, *eager_kernels(), plain_accumulate)
 
 
 # Its runtime
 
 
 class HostRuntime:
-    """A ``mm.device.platform.Runtime``: tensors are already on the host, and work is done when a call returns."""
+    """A ``Runtime``: tensors are already on the host, and work is done when a call returns."""
 
     def __init__(self, _: int) -> None:
         """The CPU has no index."""
@@ -58,17 +57,17 @@ class HostRuntime:
         copy = tensor if into is None else into.copy_(tensor)
         return lambda: copy
 
-    def side_queue(self) -> SideQueue:
-        return SideQueue(None)
+    def side_stream(self) -> SideStream:
+        return SideStream(None)
 
-    def mark(self) -> float:
+    def record_event(self) -> float:
         return time.perf_counter()
 
-    def seconds_of(self, marks: Sequence[float]) -> list[float]:
-        return list(marks)
+    def seconds_of(self, events: Sequence[float]) -> list[float]:
+        return list(events)
 
-    def seconds_between(self, marks: Sequence[float]) -> list[float]:
-        return [after - before for before, after in pairwise(marks)]
+    def seconds_between(self, events: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(events)]
 
     def synchronize(self) -> None: ...
 
@@ -163,7 +162,7 @@ CPU = Platform(
     shims=CPU_SHIMS,
     deterministic_variables={},
     switches=dict,
-    compiles_leaves=False,
+    compiles_kernels=False,
     kernels=_kernels,
     sdpa_kv_heads=lambda _, __, num_kv_heads: num_kv_heads,
     adam_obeys_scale=True,

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: torch's flash kernels, compiled leaves, cuBLAS with fp32 sums, and messages by NCCL."""
+"""NVIDIA's GPUs: torch's flash kernels, compiled kernel functions, cuBLAS with fp32 sums, and messages by NCCL."""
 
 import functools
 import inspect
@@ -9,7 +9,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from mm.device.accelerator import AcceleratorRuntime
 from mm.device.attention import (
     PLAIN,
     Gradients,
@@ -17,12 +16,12 @@ from mm.device.attention import (
     PartialAttention,
     PartialOutput,
     Segments,
-    by_stretch,
+    by_length,
     check_cover,
     sdpa,
 )
-from mm.device.kernels import Fuse, Kernels, eager_leaves, fused_leaves, plain_accumulate, rms_norm
-from mm.device.platform import KnownDevice, Links, Platform, Variable, torch_profiler
+from mm.device.kernels import Fuse, Kernels, eager_kernels, fused_kernels, plain_accumulate, rms_norm
+from mm.device.platform import AcceleratorRuntime, KnownDevice, Links, Platform, Variable, torch_profiler
 from mm.device.pointwise import rounded_at_random
 from mm.device.shims import COMMON_SHIMS
 from mm.errors import UserError
@@ -42,21 +41,19 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``.
+    """A ``Kernel``: SDPA by length, or one call of torch's ``varlen_attn``, which takes float16 and bfloat16 only.
 
-    In float16 and bfloat16: SDPA by stretch if the segments prefer it, otherwise one call of torch's ``varlen_attn``,
-    which takes no other dtypes.  In other dtypes: SDPA by stretch, with keys and values repeated for grouped queries
-    (in float32 only SDPA's quadratic kernel takes fewer of them).
+    In other dtypes keys and values are repeated for grouped queries (in float32 only SDPA's quadratic kernel takes
+    fewer of them).
     """
     if q.dtype not in _HALVES:
-        return by_stretch(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
-    if segments.prefers_stretches():
-        return by_stretch(q, k, v, segments, functools.partial(sdpa, causal=causal))
+        return by_length(q, *_repeat_heads(q, k, v), segments, functools.partial(sdpa, causal=causal))
+    if segments.prefers_batches():
+        return by_length(q, k, v, segments, functools.partial(sdpa, causal=causal))
     return _varlen(q, k, v, segments, causal)
 
 
 def _sdpa_kv_heads(dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> int:
-    """Number of key/value heads after ``cuda_attention`` has repeated them."""
     return num_kv_heads if dtype in _HALVES else num_heads
 
 
@@ -127,10 +124,10 @@ def cuda_accumulate(buffer: Tensor, gradient: Tensor, x: Tensor, overwrites: boo
 
 
 def _kernels(fuse: Fuse | None) -> Kernels:
-    leaves, rounded = eager_leaves(), rounded_at_random
+    functions, rounded = eager_kernels(), rounded_at_random
     if fuse is not None:
-        leaves, rounded = fused_leaves(fuse), fuse(rounded_at_random)
-    return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *leaves,
+        functions, rounded = fused_kernels(fuse), fuse(rounded_at_random)
+    return Kernels(cuda_attention, PartialAttention(_partial_forward, _partial_backward), rms_norm, *functions,
                    cuda_accumulate, rounded)
 
 
@@ -189,7 +186,6 @@ def refuse_old_cuda(name: str, capability: tuple[int, int]) -> None:
 def _known(
     label: str, names: str, tflops: float, memory_mib: int | None, reference: str, memory_gb: float, links: Links
 ) -> KnownDevice:
-    """``memory_gb``: memory bandwidth in GB/s."""
     memory_bytes = None if memory_mib is None else memory_mib * 2**20
     return KnownDevice(label, names, tflops * 1e12, memory_bytes, reference, memory_gb * 1e9, links)
 
@@ -259,7 +255,7 @@ CUDA = Platform(
         "NCCL_ALGO": Variable("Ring", ("Tree", "CollnetDirect", "CollnetChain", "^NVLS"), "Megatron-LM asks for it"),
     },
     switches=_switches,
-    compiles_leaves=True,
+    compiles_kernels=True,
     kernels=_kernels,
     sdpa_kv_heads=_sdpa_kv_heads,
     adam_obeys_scale=True,

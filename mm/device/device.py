@@ -1,10 +1,6 @@
-"""The device of this process: how it is chosen, copies to and from it, its memory, peak and random numbers.
+"""The device of this process: how it is chosen among all platforms, its random numbers, and what a run ran on.
 
 ``Device.pick`` must run before megatron is imported: some of its modules query the device at import.
-
-All platforms and types of devices, and the choice among them: the only module that imports the devices' files.
-
-What a run actually ran on: device, versions and kernels, read from the objects that do the work.
 """
 
 import random
@@ -20,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import PartialAttention
-from mm.device.compiled import compile_fault, compiled
 from mm.device.cpu import CPU
 from mm.device.cuda import CUDA
-from mm.device.kernels import AddNormLeaves, Kernels, LogitKernels
+from mm.device.kernels import AddNormKernels, Kernels, LogitKernels, compile_fault, compiled
 from mm.device.npu import NPU
 from mm.device.platform import KnownDevice, Platform, Runtime, make_deterministic
 from mm.device.shims import apply_shims
@@ -60,10 +55,7 @@ def usable_platform(wanted: str) -> Platform:
 
 
 def known_device(name: str) -> KnownDevice | None:
-    """The type of the device whose driver reports ``name``; None if it is not known.
-
-    The whole name must match, so a slice of a device (MIG) or a later type is never mistaken for a known one.
-    """
+    """The type of the device whose driver reports ``name``, which must match as a whole; None if it is not known."""
     short = name.removeprefix("NVIDIA ")
     return next((one for one in KNOWN_DEVICES if re.fullmatch(one.names, short)), None)
 
@@ -91,10 +83,7 @@ _EAGER_NOTE = (
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or the CPU), as this process uses it.
-
-    Everything that depends on the kind of device comes from its ``platform``.
-    """
+    """One accelerator (or the CPU), as this process uses it."""
 
     platform: Platform
     index: int
@@ -125,7 +114,7 @@ class Device:
                             f"{platform.name} devices; start at most {num_devices} ranks on it")
         platform.prepare(index)
         apply_shims(platform.shims)
-        if not platform.compiles_leaves:
+        if not platform.compiles_kernels:
             return cls(platform, index, platform.kernels(None))
         fault = compile_fault(platform.runtime(index).torch_device)
         if fault is not None:
@@ -134,7 +123,6 @@ class Device:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """Its streams, copies, times and memory."""
         return self.platform.runtime(self.index)
 
     @property
@@ -143,7 +131,6 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The device's own name, as its driver reports it."""
         return self.runtime.name
 
     @property
@@ -156,16 +143,12 @@ class Device:
         return self.runtime.copy(tensor)
 
     def seed(self, seed: int) -> None:
-        """Seed all random number generators of this process: Python, numpy, torch and torch on the device.
-
-        Training draws nothing from them; they are seeded so that equal runs save equal files.
-        """
+        """Seed Python, numpy and torch, so that equal runs save equal files; training draws nothing from them."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of the generators that ``seed`` seeds."""
         _, words, _ = random.getstate()
         numpy_state: Any = np.random.get_state(legacy=False)  # typed as if it could be the old tuple
         key, position = numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]
@@ -178,7 +161,6 @@ class Device:
         return states if own is None else {**states, "device": own}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Restore the states that ``random_states`` returned."""
         version, _, _ = random.getstate()
         random.setstate((version, tuple(states["python"].tolist()), None))
         *keys, position = states["numpy"].tolist()
@@ -211,10 +193,7 @@ def device_facts(device: Device, adam: object) -> dict[str, Any]:
 def sdpa_backend(
     device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
 ) -> str | None:
-    """The kernel that torch's SDPA chooses for such heads; None if attention does not use SDPA.
-
-    Releases of torch differ in the order in which SDPA tries its kernels.
-    """
+    """The kernel that this torch's SDPA chooses for such heads; None if attention does not use SDPA."""
     given = device.platform.sdpa_kv_heads(dtype, num_heads, num_kv_heads)
     if given is None:
         return None
@@ -239,7 +218,7 @@ def kernel_name(kernel: Any) -> str | bool | None:
     function (``sums`` of ``LogitKernels``) for a pair.  None and booleans are returned as they are."""
     if kernel is None or isinstance(kernel, bool):
         return kernel
-    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormLeaves) else kernel
+    kernel = kernel.forward if isinstance(kernel, PartialAttention | AddNormKernels) else kernel
     kernel = kernel.sums if isinstance(kernel, LogitKernels) else kernel
     owner = getattr(kernel, "__self__", None)
     kernel = owner if isinstance(owner, type) else kernel

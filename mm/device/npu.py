@@ -16,19 +16,18 @@ from packaging.version import Version
 from torch import Tensor
 
 from mm.device import pointwise
-from mm.device.accelerator import AcceleratorRuntime
 from mm.device.attention import (
     Gradients,
     Pairs,
     PartialAttention,
     PartialOutput,
     Segments,
-    by_stretch,
+    by_length,
     check_cover,
     pieces,
 )
 from mm.device.kernels import EAGER_LOGITS, Fuse, Kernels
-from mm.device.platform import KnownDevice, Links, MachineFinding, Platform, Variable
+from mm.device.platform import AcceleratorRuntime, KnownDevice, Links, MachineFinding, Platform, Variable
 from mm.device.pointwise import Heads
 from mm.device.shims import COMMON_SHIMS, Shim
 from mm.environment import installed
@@ -54,10 +53,10 @@ def torch_npu() -> Any:
 
 
 def npu_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, for full attention with layout BSND by stretch if the segments
+    """A ``Kernel``: ``torch_npu.npu_fusion_attention``, for full attention with layout BSND by length if the segments
     prefer it (a batch is not limited to ``MAX_SEGMENTS``), otherwise with layout TND."""
-    if not segments.lengths or (segments.prefers_stretches(MAX_SEGMENTS) and not causal):
-        return by_stretch(q, k, v, segments, _full)
+    if not segments.lengths or (segments.prefers_batches(MAX_SEGMENTS) and not causal):
+        return by_length(q, k, v, segments, _full)
     return _varlen(q, k, v, segments, causal)
 
 
@@ -157,7 +156,7 @@ def npu_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def npu_rope(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """A leaf like ``mm.device.pointwise.rope``, but the values are copied, so ``qkv`` can be freed."""
+    """A kernel function like ``mm.device.pointwise.rope``, but the values are copied, so ``qkv`` can be freed."""
     q, k, v = pointwise.split_and_rotate(qkv, cos, sin, npu_rotate)
     return q, k, v.clone()
 
@@ -355,7 +354,7 @@ NPU = Platform(
         "ATB_MATMUL_SHUFFLE_K_ENABLE": Variable("0", None, "Ascend's guides; ATB's own set_env.sh sets 1"),
     },
     switches=_switches,
-    compiles_leaves=False,
+    compiles_kernels=False,
     kernels=_kernels,
     sdpa_kv_heads=lambda *_: None,
     adam_obeys_scale=False,  # torch_npu's accepts both arguments and ignores them

@@ -1,11 +1,9 @@
 """SwiGLU, rope, the norm of a sum and the loss's logits: work that one pass over memory can do, forward and backward.
 
-A *leaf* is a function from tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
-``mm.model.layers.norm`` make a leaf and its gradient differentiable.  Two sets have the same mathematics: leaves for
-eager execution write in place, because each operation is a pass over memory; leaves to be fused do not write, so that a
-compiler can turn each into one kernel.
-
-Bias gradients are column sums of gradients that these kernels already compute, so they are summed there.
+A *kernel function* maps tensors to tensors without autograd inside; ``swiglu_of``, ``rope_of`` and
+``mm.model.layers.norm`` make such a function and its gradient differentiable.  Two sets have the same mathematics:
+those for eager execution write in place, because each operation is a pass over memory; those to be fused do not write,
+so that a compiler can turn each into one kernel.  Gradients of biases are column sums of what is computed here.
 
 ``qkv`` holds, per group of queries, the group's queries, one key and one value: [num_tokens, num_groups,
 heads_per_group + 2, head_dim].  ``cos`` and ``sin`` are [num_tokens, head_dim], both halves of the last axis equal.
@@ -21,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Leaf = Callable[..., Any]
+KernelFunction = Callable[..., Any]
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_groups, head_dim]."""
 
 
-# Leaves for eager execution
+# Kernel functions for eager execution
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ def logit_gradient(
     return found.mul_(to_gradient).scatter_add_(1, target, -at_target).to(dtype)
 
 
-# Leaves to be fused
+# Kernel functions to be fused
 
 
 def logit_sums_fusable(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +102,7 @@ def logit_gradient_fusable(
 
 
 SUMMED_ROWS = 64
-"""Rows per partial sum of columns in a compiled leaf; a second kernel adds the partial sums."""
+"""Rows per partial sum of columns in a compiled function; a second kernel adds the partial sums."""
 
 
 def swiglu_gradient_fusable(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +194,7 @@ def add_norm_gradient_fusable(
     return found.to(total.dtype), (wide * normalised).sum(0) if sums else None, total_sum
 
 
-# Shared by all leaves of rope, also those with an accelerator's own operators
+# Shared by all forms of rope, also those with an accelerator's own operators
 
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [num_tokens, heads, head_dim], cos, sin) -> x * cos + rotate_half(x) * sin, in the dtype of x."""
@@ -233,22 +231,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)).to(x.dtype)
 
 
-# Differentiable functions from pairs of leaves
+# Differentiable functions
 
 
 class _SwiGLU(torch.autograd.Function):
     """Keeps x alone; autograd's own form keeps silu(gate) too and joins the two gradients by a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor | None, leaf: Leaf, gradient_leaf: Leaf) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor | None, function: KernelFunction, gradient: KernelFunction) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.gradient_leaf = gradient_leaf
-        return leaf(x)
+        ctx.gradient_function = gradient
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return *ctx.gradient_leaf(gradient, x, ctx.needs_input_grad[1]), None, None
+        return *ctx.gradient_function(gradient, x, ctx.needs_input_grad[1]), None, None
 
 
 class _Rope(torch.autograd.Function):
@@ -256,15 +254,16 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, _: Tensor | None, leaf: Leaf, gradient_leaf: Leaf
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, _: Tensor | None, function: KernelFunction,
+        gradient: KernelFunction,
     ) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.gradient_leaf = gradient_leaf
-        return leaf(qkv, cos, sin)
+        ctx.gradient_function = gradient
+        return function(qkv, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-        found, total = ctx.gradient_leaf(q, k, v, *ctx.saved_tensors, ctx.needs_input_grad[3])
+        found, total = ctx.gradient_function(q, k, v, *ctx.saved_tensors, ctx.needs_input_grad[3])
         return found, None, None, total, None, None
 
 
@@ -283,58 +282,58 @@ def biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else _Biased.apply(x, bias)
 
 
-def swiglu_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[..., Tensor]:
-    """A differentiable SwiGLU of (x, bias) from a leaf like ``swiglu`` and one like ``swiglu_gradient``."""
+def swiglu_of(function: KernelFunction, gradient: KernelFunction) -> Callable[..., Tensor]:
+    """A differentiable SwiGLU of (x, bias) from functions like ``swiglu`` and ``swiglu_gradient``."""
 
-    @functools.wraps(leaf)
+    @functools.wraps(function)
     def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _SwiGLU.apply(x, bias, leaf, gradient_leaf)
+        return _SwiGLU.apply(x, bias, function, gradient)
 
     return swiglu
 
 
-def rope_of(leaf: Leaf, gradient_leaf: Leaf) -> Callable[..., Heads]:
-    """A differentiable (qkv, cos, sin, bias) -> heads from a leaf like ``rope`` and one like ``rope_gradient``."""
+def rope_of(function: KernelFunction, gradient: KernelFunction) -> Callable[..., Heads]:
+    """A differentiable rope of (qkv, cos, sin, bias) from functions like ``rope`` and ``rope_gradient``."""
 
-    @functools.wraps(leaf)
+    @functools.wraps(function)
     def rope(qkv: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None = None) -> Heads:
-        return _Rope.apply(qkv, cos, sin, bias, leaf, gradient_leaf)
+        return _Rope.apply(qkv, cos, sin, bias, function, gradient)
 
     return rope
 
 
-def split_heads(leaf: Leaf) -> Leaf:
-    """A leaf like ``rope`` from one like ``rope_fusable``.  Not compiled: the compiler would undo the join."""
+def split_heads(function: KernelFunction) -> KernelFunction:
+    """A function like ``rope`` from one like ``rope_fusable``.  Not compiled: the compiler would undo the join."""
 
-    @functools.wraps(leaf)
+    @functools.wraps(function)
     def call(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         groups = qkv.shape[1]
-        q, k, v = leaf(qkv, cos, sin).split((groups * (qkv.shape[2] - 2), groups, groups), dim=1)
+        q, k, v = function(qkv, cos, sin).split((groups * (qkv.shape[2] - 2), groups, groups), dim=1)
         return q, k, v
 
     return call
 
 
-def join_blocks(leaf: Leaf) -> Leaf:
-    """A leaf like ``swiglu_gradient`` from one like ``swiglu_gradient_fusable``.  Not compiled: that would copy the
+def join_blocks(function: KernelFunction) -> KernelFunction:
+    """A function like ``swiglu_gradient`` from ``swiglu_gradient_fusable``'s form.  Not compiled: it would copy
     rows."""
 
-    @functools.wraps(leaf)
+    @functools.wraps(function)
     def call(gradient: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-        found, total = leaf(gradient, x, sums)
+        found, total = function(gradient, x, sums)
         return (found.flatten(0, 1)[: len(x)] if sums else found), total
 
     return call
 
 
-def join_heads(leaf: Leaf) -> Leaf:
-    """The same for a leaf like ``rope_gradient_fusable``."""
+def join_heads(function: KernelFunction) -> KernelFunction:
+    """The same for a function like ``rope_gradient_fusable``."""
 
-    @functools.wraps(leaf)
+    @functools.wraps(function)
     def call(
         q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, sums: bool
     ) -> tuple[Tensor, Tensor | None]:
-        found, total = leaf(q, k, v, cos, sin, sums)
+        found, total = function(q, k, v, cos, sin, sums)
         groups, head_dim = k.shape[1:]
         shape = (len(q), groups, q.shape[1] // groups + 2, head_dim)
         return (found.flatten(0, 1)[: len(q)].view(shape) if sums else found), total
@@ -363,11 +362,10 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def rounded_at_random(values: Tensor, salts: Tensor, step: Tensor) -> Tensor:
-    """fp32 [n] ``values`` in bf16 by stochastic rounding: up or down, so that the mean is right.
+    """Round fp32 [n] ``values`` to bf16 stochastically: up or down, so that the mean is right.
 
-    A hash of the fp32 bits of ``salts`` [n] and of ``step`` [1] decides, so equal arguments have equal results, on
-    every device.  Values that bf16 can represent are kept.  A leaf that can be compiled
-    to one kernel.
+    A hash of the fp32 bits of ``salts`` [n] and of ``step`` [1] decides, so equal arguments have equal results on every
+    device.  Values that bf16 can represent are kept.
     """
     noise = mixed(_bits_of(salts) ^ mixed(_bits_of(step))) >> (32 - _DROPPED_BITS)
     bits = (values.view(torch.int32).to(torch.int64) + noise) >> _DROPPED_BITS << _DROPPED_BITS

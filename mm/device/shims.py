@@ -2,17 +2,6 @@
 
 This is the only file that patches.  megatron-core is written for CUDA; on NPUs ``torch_npu``'s ``transfer_to_npu``
 redirects it, and the tables of ``npu.py`` and ``cpu.py`` do the rest.
-
-Groups of torch's gloo backend with one worker thread each, instead of two, and without gloo's own report.
-
-After each collective, the worker writes the collective's name into a string that both workers of a group share, and
-takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).
-Two collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's gradient
-and weight buckets on the CPU, which are coalesced, killed processes with "malloc(): unaligned tcache chunk detected".
-One worker runs the collectives of a group in the order in which they were started, as NCCL and HCCL do.
-
-A group's threads run with the policy SCHED_BATCH, which saves more than a third of the CPU time of tiny models with
-tensor parallelism on two cores (docs/performance.md).
 """
 
 import importlib
@@ -40,7 +29,8 @@ def _in_batch_policy() -> Iterator[None]:
     """Let threads that start in this block have the policy SCHED_BATCH: when they wake, they preempt no other thread.
 
     A group's loop thread wakes for each message; if it preempts the sending worker, which holds the connection's lock,
-    it only polls until its time slice ends (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).
+    it only polls until its time slice ends (``Pair::handleEvents`` in gloo's ``transport/tcp/pair.cc``).  This saves
+    more than a third of the CPU time of tiny models with tensor parallelism on two cores (docs/performance.md).
     """
     policy = os.sched_getscheduler(0)
     if policy != os.SCHED_OTHER:
@@ -57,7 +47,13 @@ def _in_batch_policy() -> Iterator[None]:
 def with_one_worker(
     group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
 ) -> None:
-    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker.
+    """Construct ``group`` as torch does, also on the interfaces in GLOO_SOCKET_IFNAME, but with one worker thread.
+
+    After each collective a worker writes the collective's name into a string that both workers of a group share, and
+    takes no lock (``ProcessGroupGloo::runLoop`` in ``ProcessGroupGloo.cpp``; seen with torch 2.13 and 2.15, not 2.7.1).
+    Two collectives with names of more than 15 characters that end at the same time corrupt the heap: megatron's
+    coalesced buckets killed processes on the CPU with "malloc(): unaligned tcache chunk detected".  One worker runs the
+    collectives of a group in order, as NCCL and HCCL do.
 
     ``enable_reconfigure``: torch 2.15 passes it; it is true only for groups that our code never makes.
     """
@@ -101,7 +97,7 @@ COMMON_SHIMS: tuple[Shim, ...] = (
          "kernel, and Ascend's apex has no kernel behind it and raises"),
     Shim("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", True, "goes with the line above"),
     Shim("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", False, "goes with the lines above"),
-    Shim("torch.distributed:ProcessGroupGloo.__init__", with_one_worker, "two workers corrupt the heap: see gloo.py"),
+    Shim("torch.distributed:ProcessGroupGloo.__init__", with_one_worker, "two workers corrupt the heap"),
 )
 """torch's fused AdamW on every machine, whatever else is installed (the same arithmetic and states), and safe gloo."""
 

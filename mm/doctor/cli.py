@@ -16,12 +16,15 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm.doctor.diagnosis import Diagnosis, Level, fault, ok
 from mm.doctor.machine import (
+    Diagnosis,
+    Level,
     directory_findings,
+    fault,
     file_findings,
     memory_findings,
     name_findings,
+    ok,
     package_findings,
     temporary_findings,
     variable_findings,

@@ -1,13 +1,13 @@
-"""The limits of a machine: open files, memory, directories, host name, and environment variables.
+"""What ``mm-doctor`` finds without starting a rank: limits, memory, directories, host name, variables, and packages.
 
-Whether the packages of this environment are those that the trainer needs, can be imported, and hide each other.
-
-Versions are read from metadata alone, because a broken package may be impossible to import.
+Versions are read from metadata alone, because a broken package may be impossible to import; and nothing here needs a
+package at import.
 """
 
 import errno
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -15,28 +15,29 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
 from importlib.metadata import distribution
 from pathlib import Path
 from tempfile import NamedTemporaryFile, gettempdir
 
 from mm.console import whole_number
-from mm.doctor.diagnosis import Diagnosis, fault, ok, warning
 from mm.environment import (
     DISTRIBUTION,
     declared,
     declared_names,
     installed,
-    is_outside,
     launcher_problems,
     without_collection,
 )
-from mm.errors import counted
+from mm.errors import counted, printable
+from mm.files import json_object, whole_lines
 from mm.process import open_file_limit
 
 ENOUGH_FILES = 4096
 """One process with everything imported needs some 260 (``mm.run.resources``); many ranks need more."""
 ENOUGH_SHARED_BYTES = 1 << 30
-"""Containers have 64 MiB unless told otherwise; a microbatch of large pictures takes more than that."""
+"""Containers have 64 MiB unless told otherwise; a microbatch of large images takes more than that."""
 ENOUGH_HOST_BYTES = 4 << 30
 MIN_DISK_BYTES, ENOUGH_DISK_BYTES = 1 << 28, 20 << 30
 CHECKPOINT_BYTES = 116e9
@@ -45,6 +46,57 @@ SLOW_DISK_BYTES = 100e6
 """Bytes per second below which a directory is called slow: a checkpoint of 7B takes 20 minutes."""
 _PROBE_BYTES = 64 << 20
 _GB = 1e9
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    __str__ = str.__str__
+
+    OK = "ok"
+    WARNING = "warning"
+    """A run may work, but slowly, or not everywhere."""
+    FAULT = "fault"
+    """Runs fail here."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was looked at, what was found, and what to do about it."""
+
+    level: Level
+    name: str
+    what: str
+    cure: str = ""
+
+    def text(self) -> str:
+        """One line, and a second one with the cure."""
+        cure = f"\n{'':9}cure: {self.cure}" if self.cure else ""
+        return printable(f"{self.level:8} {self.name}: {self.what}{cure}")
+
+    def line(self) -> str:
+        """For ``read_lines``."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def read_lines(content: bytes) -> list[Diagnosis]:
+    """Findings in the order in which a process wrote them, without one that it was writing when it ended."""
+    return [Diagnosis(**one | {"level": Level(one["level"])}) for one in map(json_object, whole_lines(content))]
+
+
+def ok(name: str, what: str) -> Diagnosis:
+    return Diagnosis(Level.OK, name, what)
+
+
+def warning(name: str, what: str, cure: str) -> Diagnosis:
+    return Diagnosis(Level.WARNING, name, what, cure)
+
+
+def fault(name: str, what: str, cure: str) -> Diagnosis:
+    return Diagnosis(Level.FAULT, name, what, cure)
+
+
+# Limits, memory, directories and the host name
 
 
 def file_findings() -> Iterator[Diagnosis]:
@@ -72,10 +124,8 @@ def memory_findings(host_bytes: int, shared_bytes: int | None) -> Iterator[Diagn
 
 
 def directory_findings(directory: Path, *, takes_checkpoints: bool) -> Iterator[Diagnosis]:
-    """Whether files can be written there, how fast, and how much fits.
-
-    ``takes_checkpoints``: whether checkpoints are written there, or only small files.
-    """
+    """Whether files can be written there, how fast, and how much fits.  ``takes_checkpoints``: whether checkpoints are
+    written there, or only small files."""
     name = f"directory {directory}"
     try:
         found = os.statvfs(directory)
@@ -197,6 +247,8 @@ def _names_an_interface(name: str, value: str, interfaces: Sequence[str]) -> boo
     return any(one == word if exact else one.startswith(word) for one in interfaces for word in words if word)
 
 
+# Packages: whether they are those that the trainer needs, can be imported, and hide each other
+
 _ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder that holds the package ``mm``."""
 _ADAPTOR = "mindspeed.megatron_adaptor"
@@ -232,7 +284,7 @@ def _versions() -> Iterator[Diagnosis]:
         install = f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
         if version is None:
             yield fault(name, "not installed", install)
-        elif is_outside(requirement, version):
+        elif not requirement.specifier.contains(version, prereleases=True):
             yield warning(name, f"{version} is outside the tested range, {requirement.specifier}", install)
         else:
             found.append(f"{name} {version}")

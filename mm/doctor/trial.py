@@ -1,17 +1,31 @@
-"""The trial of ``mm-doctor``: a small job on the devices."""
+"""The trial of ``mm-doctor``: a small job on the devices, started here, and what each of its ranks does.
+
+A rank is ``python -m mm.doctor.trial FOLDER DEVICE`` under a launcher, or alone.  It tries the device, its kernels, the
+links to the other ranks, and a training step.  Rank 0 writes each finding at once, and every rank what it begins, so
+that both are known after a crash or a hang, also one in the import of torch.
+"""
 
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from mm.doctor.diagnosis import Diagnosis, fault, ok, read_lines
+from mm.doctor.machine import Diagnosis, fault, ok, read_lines, warning
+from mm.environment import Launched, launcher_problems, software
+from mm.errors import refuse
+from mm.process import end_with_launcher, is_first_rank, run_command, status_of
 
-RANK = "mm.doctor.rank"
+if TYPE_CHECKING:
+    from mm.device.device import Device
+
+RANK = "mm.doctor.trial"
 FOUND = "found.jsonl"
 """The findings, which rank 0 writes."""
 _END_SECONDS = 20.0
@@ -49,10 +63,8 @@ def begun_file(folder: Path, rank: int) -> Path:
 
 
 def trial_findings(wanted: str, seconds: float, own: TrialNode) -> Iterator[Diagnosis]:
-    """What the ranks of this machine find, together with those of the other machines, in at most ``seconds``.
-
-    Node 0 has the findings of all ranks.
-    """
+    """What the ranks of this machine find, together with those of the other machines, in at most ``seconds``.  Node 0
+    has the findings of all ranks."""
     from mm.console import ongoing  # not at the top: tqdm may be missing, and the other checks go on
 
     num_ranks = own.num_processes * own.num_nodes
@@ -115,3 +127,66 @@ def cause(output: str) -> str:
     """The first error of any rank, or else the last line."""
     errors = [text for text in _ERROR.findall(output) if "ChildFailedError" not in text]
     return (errors or output.strip().splitlines()[-1:] or ["no output"])[0]
+
+
+# One rank
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 if this device cannot be used."""
+    end_with_launcher()
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: status_of(lambda: _examine(Path(words[0]), words[1])), lambda: "nothing was written",
+                       is_rank=True)
+
+
+def _examine(folder: Path, wanted: str) -> int:
+    refuse(launcher_problems(os.environ))
+    with open(begun_file(folder, Launched.here().rank), "w", encoding="utf-8", buffering=1) as stream:
+        def begin(task: str) -> None:
+            stream.write(f"{task}\n")
+
+        begin("device")
+        from mm.device.device import Device, installed_versions
+
+        device = Device.pick(wanted)
+        begin("meeting the other ranks")
+        # megatron looks at the device while it is imported, so everything built on it comes after this
+        from mm.doctor.device_checks import link_findings, model, step_findings
+        from mm.parallel import mesh as parallel
+        from mm.parallel.agreement import by_rank
+
+        mesh = parallel.start(device, model(), tp_size=1)
+        names = by_rank(mesh, f"rank {mesh.rank} ({device.torch_device} of {socket.gethostname()})")
+        facts = by_rank(mesh, {**software(), **installed_versions()})
+        with open(folder / FOUND if is_first_rank() else os.devnull, "w", encoding="utf-8", buffering=1) as found:
+            found.writelines(one.line() for one in chain(
+                _device(device), _different(facts, names), link_findings(device, mesh, names, begin),
+                step_findings(device, mesh, begin)))
+        begin("end")
+        parallel.stop()
+    return 0
+
+
+def _device(device: "Device") -> Iterator[Diagnosis]:
+    from mm.device.device import kernel_name
+
+    yield ok("device", f"{device.platform.name}: {device.name}")
+    for note in device.notes:
+        yield warning("device", note, "follow the advice in this note")
+    yield ok("kernels", ", ".join(f"{field.name} {kernel_name(getattr(device.kernels, field.name))}"
+                                  for field in fields(device.kernels)))
+
+
+def _different(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> Iterator[Diagnosis]:
+    """Ranks with other versions or other code than rank 0."""
+    for name, own in zip(names, facts, strict=True):
+        found = [f"{key} is {own.get(key, 'absent')}, on rank 0 {facts[0].get(key, 'absent')}"
+                 for key in sorted({*own, *facts[0]}) if own.get(key) != facts[0].get(key)]
+        if found:
+            yield fault("nodes differ", f"{name}: {'; '.join(found)}",
+                        "install the same on every node, and copy the same code there")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

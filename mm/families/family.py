@@ -1,7 +1,4 @@
-"""The record of a family: the names and constants that configuration, weights, file formats and data look up.
-
-Plain values and functions of plain values, without torch or our settings, so that every floor can use it.
-"""
+"""The record of a family: the plain names and constants that configuration, weights, file formats and data look up."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

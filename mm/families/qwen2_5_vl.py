@@ -1,13 +1,7 @@
-"""The record of Qwen2.5-VL.
+"""The record of Qwen2.5-VL: its control tokens, its ``config.json`` and published sizes, and its weights' names.
 
-The control tokens of Qwen2.5-VL.
-
-Settings of config.json that would make transformers compute a different model than this code does.
-
-Every key that transformers reads is used (``KEYS`` of ``config_json.py``), does not affect training, or must have the
-value that is implemented here; a test goes through all of them.
-
-The ``config.json`` of Qwen2.5-VL: which keys hold our settings, and the published sizes.
+Every key of ``config.json`` that transformers reads is in ``KEYS``, does not affect training, or must have the value
+that is implemented here (``FIXED``); a test goes through all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,20 +20,10 @@ from mm.families.family import (
 )
 
 TOKENS = ChatTokens(
-    image="<|image_pad|>",
-    video="<|video_pad|>",
-    vision_start="<|vision_start|>",
-    vision_end="<|vision_end|>",
-    turn_start="<|im_start|>",
-    turn_end="<|im_end|>",
-    box_start="<|box_start|>",
-    box_end="<|box_end|>",
-    others=("<|endoftext|>", "<|vision_pad|>"),
-    image_id=151655,
-    video_id=151656,
-    vision_start_id=151652,
+    image="<|image_pad|>", video="<|video_pad|>", vision_start="<|vision_start|>", vision_end="<|vision_end|>",
+    turn_start="<|im_start|>", turn_end="<|im_end|>", box_start="<|box_start|>", box_end="<|box_end|>",
+    others=("<|endoftext|>", "<|vision_pad|>"), image_id=151655, video_id=151656, vision_start_id=151652,
 )
-
 
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "text": {
@@ -52,10 +36,10 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "vision": {"hidden_act": ("silu",), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,)},
 }
 """Section -> key -> the values that it may have, if it is present and not null."""
-_ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 _ROPE_FIXED = {"text": {"partial_rotary_factor": (1,), "mrope_interleaved": (False,)},
                "vision": {"partial_rotary_factor": (1,), "rope_theta": (10000,)}}  # fmt: skip
 """The same for keys inside the rotary embedding.  The ViT's is Qwen2-VL's: base 10000 over rows and columns."""
+_ROPE_TYPES = {"text": ("default", "mrope"), "vision": ("default", "axial")}
 
 
 def fixed_problems(config: Section, file: object = "config.json") -> Iterator[str]:
@@ -144,34 +128,19 @@ def published_config(size: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PUBLISHED = {size: published_config(size) for size in _SIZES}
-
-
 _WEIGHTS = WeightNames(
     patch_embedding="visual.patch_embed.proj",
     vision_layer=LayerNames(
-        layers="visual.blocks",
-        first_norm="norm1",
-        qkv=("attn.qkv",),
-        projection="attn.proj",
-        second_norm="norm2",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
-        has_bias=True,
+        layers="visual.blocks", first_norm="norm1", qkv=("attn.qkv",), projection="attn.proj", second_norm="norm2",
+        gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", has_bias=True,
     ),
     projector_norm="visual.merger.ln_q",
     projector_linears=("visual.merger.mlp.0", "visual.merger.mlp.2"),
     embedding="model.embed_tokens",
     language_layer=LayerNames(
-        layers="model.layers",
-        first_norm="input_layernorm",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        projection="self_attn.o_proj",
-        second_norm="post_attention_layernorm",
-        gate="mlp.gate_proj",
-        up="mlp.up_proj",
-        down="mlp.down_proj",
+        layers="model.layers", first_norm="input_layernorm",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), projection="self_attn.o_proj",
+        second_norm="post_attention_layernorm", gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj",
         has_bias=False,
     ),
     final_norm="model.norm",
@@ -182,17 +151,12 @@ _WEIGHTS = WeightNames(
 QWEN2_5_VL = Family(
     title="Qwen2.5-VL",
     mindspeed=MindSpeedNames(
-        model_ids=("qwen2_5vl", "qwen2vl"),
-        vision_ids=("qwen2vit", "qwen2_5_vit"),
-        projector_ids=("lnmlp",),
-        language_ids=("qwen2_5_lm",),
-        pipelines=("Qwen2VlPipeline",),
-        templates=("qwen2vl",),
-        collators=("qwen2vl",),
+        model_ids=("qwen2_5vl", "qwen2vl"), vision_ids=("qwen2vit", "qwen2_5_vit"), projector_ids=("lnmlp",),
+        language_ids=("qwen2_5_lm",), pipelines=("Qwen2VlPipeline",), templates=("qwen2vl",), collators=("qwen2vl",),
         converter="Qwen2_5_VLConverter",
     ),
     tokens=TOKENS,
     weights=_WEIGHTS,
-    config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, PUBLISHED),
+    config_json=ConfigJson(MODEL_TYPE, KEYS, fixed_problems, {size: published_config(size) for size in _SIZES}),
     vision_epsilon=1e-6,
 )

@@ -1,11 +1,7 @@
 """Answers token by token: the trainer's forward pass over the stages of a replica, with a cache of keys and values.
 
-All ranks of a replica call these functions together with the same prompts.  The stage with the output layer chooses
-each token and broadcasts it.
-
-The choice of the next token: pure functions of logits, earlier tokens, and random numbers from a seed.
-
-The rules and their order are transformers': the repetition penalty, then temperature, top-k and top-p.
+All ranks of a replica call ``Answerer.answer`` together with the same prompts.  The stage with the output layer chooses
+each token by transformers' rules, in their order (repetition penalty, temperature, top-k, top-p), and broadcasts it.
 """
 
 import hashlib
@@ -27,10 +23,7 @@ from mm.placement import StageSpec
 
 
 def drawn_number(seed: int, prompt: int, position: int) -> float:
-    """The random number in [0, 1) for token ``position`` of the answer to prompt ``prompt``.
-
-    It depends on nothing else: neither the layout nor the other prompts of the batch.
-    """
+    """The random number in [0, 1) for a token of an answer; it depends on neither the layout nor the other prompts."""
     digest = hashlib.blake2b(f"{seed} {prompt} {position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32
 
@@ -54,9 +47,8 @@ def probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 def next_tokens(logits: Tensor, decoding: Decoding, prompts: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Token ids, int64 [rows], on the device of ``logits``, float32 [rows, vocabulary], which may be penalized.
 
-    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  A random number picks the first token
-    at which the cumulative sum of the probabilities exceeds it.  The sum is taken on the host in float64, which some
-    devices do not have.
+    Row i is token ``positions[i]`` of the answer to prompt ``prompts[i]``.  A random number picks the first token at
+    which the cumulative sum of probabilities exceeds it, summed in float64 on the host, because some devices have none.
     """
     if decoding.temperature == 0.0:
         return logits.argmax(dim=1)
@@ -73,21 +65,14 @@ class Answer:
 
     prompt: int
     """The prompt's number; the random numbers depend on it."""
-    token_ids: list[int] = field(default_factory=list)
-    """Includes the token that ended it."""
-    ended: str | None = None
-    """"stop": a stop token ended it; "length": it reached the maximum length; None: it is not complete."""
-
-
-@dataclass
-class _Sequence:
-    """A prompt with its answer so far: one sequence of the cache."""
-
-    answer: Answer
     num_tokens: int
     """Tokens of prompt and answer."""
     next_position: int
     """Position of the next token, the same on all three axes."""
+    token_ids: list[int] = field(default_factory=list)
+    """Includes the token that ended it."""
+    ended: str | None = None
+    """"stop": a stop token ended it; "length": it reached the maximum length; None: it is not complete."""
 
 
 TokenListener = Callable[[Answer], None]
@@ -112,8 +97,7 @@ class Answerer:
     @torch.no_grad()
     def answer(self, prompts: Microbatch, numbers: Sequence[int], listen: TokenListener | None = None) -> list[Answer]:
         """Answer prompts, one per segment, with these ``numbers``; returns the answers in the same order."""
-        sequences = _sequences(prompts, numbers)
-        answers = [sequence.answer for sequence in sequences]
+        answers = going_on = _begun(prompts, numbers)
         language = self._stage.model.language
         groups, width = language.num_query_groups // self._mesh.tp_size, language.head_dim
         self._caches = {number: KeyValueCache(map(str, chunk.spec.language_layers), groups, self._like.new_empty(width))
@@ -121,26 +105,22 @@ class Answerer:
         logits = self._forward(prompts, Places.of_sequences(prompts.segment_lengths, self._device))
         self._remember(prompts, logits)
         while True:
-            self._take(sequences, self._chosen(logits, sequences))
+            self._take(going_on, self._chosen(logits, going_on))
             if listen is not None:
-                for sequence in sequences:
-                    listen(sequence.answer)
-            going_on = [number for number, sequence in enumerate(sequences) if sequence.answer.ended is None]
-            if not going_on:
+                for answer in going_on:
+                    listen(answer)
+            unended = [index for index, answer in enumerate(going_on) if answer.ended is None]
+            if not unended:
                 self._caches, self._was_there = {}, None
                 return answers
-            if 2 * len(going_on) <= len(sequences):  # ended sequences cost as much as the others
-                sequences = [sequences[number] for number in going_on]
-                self._keep(going_on)
-            lengths = [sequence.num_tokens for sequence in sequences]
-            logits = self._forward(_new_tokens(sequences), Places.of_new_tokens(lengths, self._device))
+            if 2 * len(unended) <= len(going_on):  # ended sequences cost as much as the others
+                going_on = [going_on[index] for index in unended]
+                self._keep(unended)
+            lengths = [answer.num_tokens for answer in going_on]
+            logits = self._forward(_new_tokens(going_on), Places.of_new_tokens(lengths, self._device))
 
     def _forward(self, microbatch: Microbatch, places: Places) -> Tensor | None:
-        """One pass through all slots of the pipeline.
-
-        Returns the logits of the last row of each segment, float32 [segments, vocabulary], on the ranks that have the
-        output layer; None elsewhere.
-        """
+        """One pass through all slots: logits of the last row of each segment where the output layer is, else None."""
         logits = None
         for spec in self._placement.slots:
             if spec.stage != self._mesh.pp_rank:
@@ -182,13 +162,12 @@ class Answerer:
             following = self._stages[(spec.stage + 1) % len(self._stages)]
             dist.send(x.contiguous(), dst=following, group=self._mesh.groups.pp)
 
-    def _chosen(self, logits: Tensor | None, sequences: Sequence[_Sequence]) -> list[int]:
+    def _chosen(self, logits: Tensor | None, answers: Sequence[Answer]) -> list[int]:
         """The next token of each sequence, on every rank."""
-        chosen = torch.empty(len(sequences), dtype=torch.int64, device=self._device)
+        chosen = torch.empty(len(answers), dtype=torch.int64, device=self._device)
         if logits is not None:
             if self._was_there is not None:
                 logits = penalized(logits, self._was_there, self._decoding.repetition_penalty)
-            answers = [sequence.answer for sequence in sequences]
             chosen = next_tokens(logits, self._decoding, [one.prompt for one in answers],
                                  [len(one.token_ids) for one in answers])
             if self._was_there is not None:
@@ -197,17 +176,17 @@ class Answerer:
             dist.broadcast(chosen, src=self._stages[self._placement.head_slot.stage], group=self._mesh.groups.pp)
         return chosen.tolist()
 
-    def _take(self, sequences: Sequence[_Sequence], token_ids: Sequence[int]) -> None:
+    def _take(self, answers: Sequence[Answer], token_ids: Sequence[int]) -> None:
         """Add a token to each unfinished answer, and end those that are complete."""
         decoding, most = self._decoding, self._stage.model.language.max_position_embeddings
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
-            sequence.num_tokens += 1
-            if sequence.answer.ended is None:
-                sequence.answer.token_ids.append(token_id)
+        for answer, token_id in zip(answers, token_ids, strict=True):
+            answer.num_tokens += 1
+            if answer.ended is None:
+                answer.token_ids.append(token_id)
                 if token_id in decoding.stop_token_ids:
-                    sequence.answer.ended = "stop"
-                elif len(sequence.answer.token_ids) == decoding.max_new_tokens or sequence.num_tokens >= most:
-                    sequence.answer.ended = "length"
+                    answer.ended = "stop"
+                elif len(answer.token_ids) == decoding.max_new_tokens or answer.num_tokens >= most:
+                    answer.ended = "length"
 
     def _remember(self, prompts: Microbatch, logits: Tensor | None) -> None:
         """Record the tokens of the prompts for the repetition penalty, as transformers does."""
@@ -224,26 +203,18 @@ class Answerer:
             self._was_there = self._was_there[torch.tensor(sequences, device=self._device)]
 
 
-def _sequences(prompts: Microbatch, numbers: Sequence[int]) -> list[_Sequence]:
-    """The sequences of ``prompts``; positions continue after a prompt's largest one (transformers' ``rope_deltas``)."""
+def _begun(prompts: Microbatch, numbers: Sequence[int]) -> list[Answer]:
+    """Empty answers; positions continue after a prompt's largest one (transformers' ``rope_deltas``)."""
     positions = prompts.positions.split(prompts.segment_lengths, dim=1)
-    return [_Sequence(Answer(number), length, int(one.max()) + 1) for number, length, one in
+    return [Answer(number, length, int(one.max()) + 1) for number, length, one in
             zip(numbers, prompts.segment_lengths, positions, strict=True)]
 
 
-def _new_tokens(sequences: Sequence[_Sequence]) -> Microbatch:
-    """The newest token of each sequence as its own segment; advances the positions.
-
-    A sequence that has ended repeats its last token, and the result is ignored.
-    """
-    positions = torch.tensor([sequence.next_position for sequence in sequences])
-    for sequence in sequences:
-        sequence.next_position += 1
+def _new_tokens(answers: Sequence[Answer]) -> Microbatch:
+    """The newest token of each sequence as its own segment (an ended one's is ignored); advances the positions."""
+    positions = torch.tensor([answer.next_position for answer in answers])
+    for answer in answers:
+        answer.next_position += 1
     return Microbatch(
-        token_ids=torch.tensor([sequence.answer.token_ids[-1] for sequence in sequences]),
-        labels=torch.full((len(sequences),), IGNORE_INDEX),
-        positions=positions.repeat(3, 1),
-        segment_lengths=(1,) * len(sequences),
-        image_grids=(),
-        pixel_values=None,
-    )
+        torch.tensor([answer.token_ids[-1] for answer in answers]), torch.full((len(answers),), IGNORE_INDEX),
+        positions.repeat(3, 1), (1,) * len(answers), image_grids=(), pixel_values=None)

@@ -11,17 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mm.config.data import DataConfig
 from mm.config.generate import Asking
 from mm.config.model import ModelConfig
-from mm.data.encode.encoder import SampleEncoder
-from mm.data.records.content import content_of, with_places
-from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
-from mm.data.records.record_name import name_of, numbered
+from mm.data.encode import SampleEncoder
+from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, content_of, num_media, read_sample, with_places
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
-from mm.data.sample import Image, Inline, Media, Sample, Turn, Video
-from mm.errors import UserError, collected, counted
+from mm.data.sample import Image, Inline, Media, Sample, Turn, Video, name_of, numbered
+from mm.errors import UserError, collected, counted, refuse
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,7 @@ class Prompt:
 
 
 def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """The valid prompts of a file, and the problems of other records, each with file and line.
-
-    Raises UserError if the file cannot be read to its end, or has no records.
-    """
+    """The valid prompts of a file, and the problems of other records, each with file and line."""
     media = MediaRoots.beside(os.path.abspath(path), tuple(media_roots))
     prompts: list[Prompt] = []
     problems: list[str] = []
@@ -68,18 +62,9 @@ def read_prompts(path: str, media_roots: Sequence[str]) -> tuple[list[Prompt], l
     return prompts, problems
 
 
-def prompt_encoder(media: DataConfig, model: ModelConfig) -> SampleEncoder:
-    """The encoder of prompts, which may take all positions of ``model``.
-
-    Raises UserError as ``SampleEncoder.from_config`` does.
-    """
-    return SampleEncoder.from_config(media, model, model.language.max_position_embeddings)
-
-
 def encoder_for_prompts(encoder: SampleEncoder, model: ModelConfig) -> SampleEncoder:
-    """``prompt_encoder`` for the settings of ``encoder``, an encoder of training samples, without reading its files."""
-    chat = replace(encoder.chat, seq_length=model.language.max_position_embeddings)
-    return replace(encoder, chat=chat)
+    """``encoder``, of training samples, for prompts, which may take all positions of ``model``."""
+    return replace(encoder, chat=replace(encoder.chat, seq_length=model.language.max_position_embeddings))
 
 
 def _conversation(record: Any) -> Any:
@@ -96,8 +81,7 @@ def _conversation(record: Any) -> Any:
 def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_last: bool = False) -> Turn:
     """A question with files that the user names, anywhere on this machine.
 
-    ``media_last``: if the text has no placeholders, media come after it, as in MindSpeed-MM's pipeline.  Raises
-    UserError for each missing file, and if the numbers of placeholders and files differ.
+    ``media_last``: if the text has no placeholders, media come after it, as in MindSpeed-MM's pipeline.
     """
     given: dict[type[Media], Sequence[str]] = {Image: images, Video: videos}
     problems = [f"{cls.kind} {path!r} is not a regular file; give the path of an existing file"
@@ -113,18 +97,14 @@ def question(text: str, images: Sequence[str], videos: Sequence[str], *, media_l
                             f"numbers must be equal")
     if not text.strip() and not images and not videos:
         problems.append("the question is empty; give it text, an image or a video")
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     coming = {cls: iter(paths) for cls, paths in given.items()}
     return Turn("user", tuple(item if isinstance(item, str) else replace(item, path=next(coming[type(item)]))
                               for item in content))
 
 
 def prompt_of(asking: Asking) -> Sample:
-    """The prompt of the flags; without ``--prompt`` the text of the inference JSON, and its media without media flags.
-
-    Raises UserError as ``question`` does.
-    """
+    """The prompt of the flags; without ``--prompt`` that of the inference JSON, whose media the flags replace."""
     args, inference = asking.args, asking.inference
     text, images, videos = args.prompt or "", args.image, args.video
     media_last = False

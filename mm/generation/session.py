@@ -1,39 +1,29 @@
 """A model that is ready to answer prompts, on the ranks of its layout.
 
 All ranks call the same methods together; only the data owner of each replica has the prompts.
-
-What ``mm.generate`` and ``mm.evaluate`` open before they ask: weights -> device -> mesh -> stage.
 """
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mm.batch import Microbatch
 from mm.config.data import DataConfig
-from mm.config.generate import Asking, Decoding
+from mm.config.generate import Decoding
 from mm.config.model import LanguageConfig, ModelConfig
-from mm.console import loading, ongoing
-from mm.data.encode.encoder import SampleEncoder
-from mm.device.device import Device
-from mm.environment import software
-from mm.errors import UserError, sorted_notes
+from mm.console import whole_number
+from mm.data.encode import SampleEncoder
+from mm.errors import UserError, nearest, refuse
 from mm.generation.decode import Answer, Answerer, TokenListener
-from mm.generation.prompts import Prompt, prompt_encoder
-from mm.generation.source import ModelFiles, named_tokens
-from mm.model import load
+from mm.generation.prompts import Prompt
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
-from mm.process import is_first_rank, print_notes, print_notes_once
-from mm.weights.trained import saved_among
 
 
 @dataclass(frozen=True)
@@ -51,27 +41,24 @@ class Response:
 def read_encoder(
     media: DataConfig, model: ModelConfig, mesh: Mesh, opened: SampleEncoder | None = None
 ) -> SampleEncoder | None:
-    """The encoder of prompts, on ranks that own data; ``opened`` if this rank already has one.
-
-    Raises UserError, the same on every rank.
-    """
-    return together(mesh, lambda: opened or prompt_encoder(media, model) if mesh.owns_data else None)
+    """The encoder of prompts, on ranks that own data; ``opened`` if this rank already has one."""
+    return together(mesh, lambda: opened or SampleEncoder.from_config(
+        media, model, model.language.max_position_embeddings) if mesh.owns_data else None)
 
 
 def with_stop_tokens(
     decoding: Decoding, words: Sequence[str], encoder: SampleEncoder | None, language: LanguageConfig, mesh: Mesh
 ) -> Decoding:
-    """``decoding`` with the stop tokens ``words``, which are tokens or ids.
-
-    Without ``words`` the result has the stop tokens of ``decoding``, or if it has none, the token that ends turns.
-    Raises UserError, the same on every rank.
-    """
+    """``decoding`` with the stop tokens ``words``, which are tokens or ids; without, its own or the end of turns."""
 
     def find() -> tuple[int, ...]:
         assert encoder is not None, "rank 0 owns data"
         vocabulary = encoder.chat.tokenizer.get_vocab()
-        named = named_tokens(words, vocabulary, language.vocab_size)
-        return named or decoding.stop_token_ids or (vocabulary[encoder.chat.family.tokens.turn_end],)
+        named = [(word, vocabulary.get(word, whole_number(word))) for word in words]
+        refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
+               f"{language.vocab_size}" for word, one in named if one is None or one >= language.vocab_size)
+        stated = tuple(one for _, one in named if one is not None)
+        return stated or decoding.stop_token_ids or (vocabulary[encoder.chat.family.tokens.turn_end],)
 
     return replace(decoding, stop_token_ids=on_first(mesh, find))
 
@@ -90,18 +77,6 @@ class Session:
         self.stage, self.mesh, self._encoder = stage, mesh, encoder
         self.media, self.decoding, self.weights, self._precision = media, decoding, weights, precision
         self._answerer = Answerer(stage, mesh, decoding)
-
-    @classmethod
-    def open(cls, asking: Asking, found: ModelFiles, device: Device, mesh: Mesh) -> "Session":
-        """Build this rank's part and read its weights.  Raises UserError, the same on every rank."""
-        args, model, media = asking.args, found.model, asking.media_config(found.directory)
-        encoder = read_encoder(media, model, mesh)
-        decoding = with_stop_tokens(found.decoding, args.stop_tokens, encoder, model.language, mesh)
-        stage = Stage(model, mesh, args.precision, device)
-        load.fill(stage, [one for one in stage.weights if not one.is_adapter], found.source, mesh)
-        if found.adapters is not None:
-            load.fill(stage, saved_among(stage.weights, model), found.adapters, mesh)
-        return cls(stage, mesh, encoder, media, decoding, found.fingerprint, args.precision)
 
     @property
     def encoder(self) -> SampleEncoder:
@@ -126,10 +101,7 @@ class Session:
     def respond(
         self, prompts: Sequence[Prompt], listen: TokenListener | None = None
     ) -> tuple[list[Response], tuple[str, ...]]:
-        """Answer ``prompts``, which the owner has, as one batch.
-
-        Returns the answers, on the owner, shortest prompt first, and the problems of prompts without answer.
-        """
+        """Answer ``prompts`` as one batch: on the owner, the answers, shortest prompt first; and problems of others."""
         batch, numbers, problems = self._shared(prompts)
         if batch is None:
             return [], problems
@@ -180,49 +152,3 @@ class Session:
         ready.sort(key=lambda one: one[1].num_tokens)  # as Microbatch.join does
         whole = Microbatch.join(one for _, one in ready) if ready else None
         return whole, [number for number, _ in ready], problems
-
-
-if TYPE_CHECKING:
-    from mm.generation.session import Session
-    from mm.parallel.health.watchdog import Phase
-
-
-@contextmanager
-def opened(asking: Asking[Any], read: Callable[[], Sequence[str]] = tuple) -> Iterator[tuple["Session", "Phase"]]:
-    """The model on this process's device, as one rank of the launcher's world, and the phases of its watchdog.
-
-    ``read`` reads what is asked, on rank 0 before anything is loaded, and returns notes.  Raises UserError.
-    """
-    is_first = is_first_rank()
-    with loading(is_first):
-        from mm.generation.source import find
-        from mm.parallel.health.rendezvous import Rendezvous
-        from mm.parallel.health.watchdog import Watchdog
-
-    args = asking.args
-    with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
-        with watchdog.phase("check"):
-            notes = read() if is_first else ()
-            found = find(asking) if is_first else None  # one rank reports what all of them would
-        with ongoing("waiting for the other ranks", is_first):
-            store = watchdog.meet()
-        found = found or find(asking)
-        if is_first:
-            print_notes(sorted_notes((*asking.notes, *notes, *found.notes)), sys.stderr)
-        with loading(is_first, "starting the device"):
-            from mm.device.device import Device
-
-            device = Device.pick(args.device)
-            print_notes_once(device.notes)
-            # megatron looks at the device while it is imported, so everything built on it comes after this
-            from mm.generation.session import Session
-            from mm.parallel import mesh as parallel
-
-        with ongoing("connecting the ranks", is_first):
-            mesh = parallel.start(
-                device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
-        watchdog.place(mesh)
-        with watchdog.phase("load"):
-            session = Session.open(asking, found, device, mesh)
-        yield session, watchdog.phase
-    parallel.stop()

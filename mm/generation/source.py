@@ -1,39 +1,48 @@
-"""Find weights, model, tokenizer directory and settings before any device or process group is used.
+"""Open the model of ``mm.generate`` and ``mm.evaluate``: weights -> placement on stages -> device -> mesh -> stage.
 
-Only headers and JSON files are read.  All ranks do this, with the same result.
-
-Placement of a model on pipeline stages for generation.  It affects memory, not answers.
+Weights, model, tokenizer directory and settings are found before any device or process group is used: all ranks read
+only headers and JSON files, with the same result.  The placement affects memory, not answers.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mm.checkpoint import source as weights
+from mm.checkpoint.adapters import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.hf_config import hf_problems, model_from_hf
-from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters, open_beside
 from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.checkpoint.source import Kind, QkvOrder, Source
-from mm.config.generate import Asking, Decoding
-from mm.config.inference import GenerationSettings, read_generation
+from mm.config.generate import Asking, Decoding, GenerationSettings, read_generation
 from mm.config.model import ModelConfig
-from mm.config.strict_json import read_json
-from mm.console import whole_number
-from mm.environment import named_in_script
-from mm.errors import UserError, naming, nearest, reading, refuse
+from mm.config.schema import read_json
+from mm.console import loading, ongoing
+from mm.device.device import Device
+from mm.environment import named_in_script, software
+from mm.errors import UserError, naming, reading, refuse, sorted_notes
+from mm.parallel.health.rendezvous import Rendezvous
+from mm.parallel.health.watchdog import Phase, Watchdog
 from mm.placement import PipelineLayout
+from mm.process import is_first_rank, print_notes
+from mm.weights.trained import saved_among
+
+if TYPE_CHECKING:
+    from mm.generation.session import Session
+    from mm.parallel.mesh import Mesh
 
 
 def placed(
     model: ModelConfig, tp_size: int, num_stages: int | None, world_size: int
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Place ``model`` on the requested number of stages; returns it with notes for the user.
+    """``model`` on the requested number of stages, with notes for the user.
 
-    The model's pipeline_num_layers lists are used if they have that many stages; otherwise the weights are spread
-    evenly.  Without ``num_stages`` the lists are used if the number of ranks allows it; otherwise there is one stage.
-    Tensor-parallel ranks cut the ViT, because all of them answer the same prompts.  Raises UserError if ranks, heads or
-    the vocabulary do not divide evenly.
+    Its own lists are used if they have that many stages; otherwise the weights are spread evenly.  Without
+    ``num_stages`` the lists are used if the number of ranks allows it; otherwise there is one stage.  Tensor-parallel
+    ranks cut the ViT, because all of them answer the same prompts.
     """
     model, own = replace(model, encoder_placement="cut"), model.num_stages
     if num_stages is None:
@@ -102,9 +111,9 @@ class ModelFiles:
 
 @reading()
 def find(asking: Asking) -> ModelFiles:
-    """Open the weights, and place the model on its stages.  Raises UserError with the problems."""
+    """Open the weights, and place the model on its stages."""
     args, stated = asking.args, asking.inference.model if asking.inference else None
-    base, named_by = asking.directory, asking.directory_is_named_by
+    base, named_by = asking.directory()
     named = named_in_script("--load", args.load, os.environ)
     if is_without_base := base is None and is_peft_directory(args.load):
         base, named_by = _stated_base(args.load, named)
@@ -141,7 +150,7 @@ def find(asking: Asking) -> ModelFiles:
 def _stated_base(path: str, flag: str) -> tuple[str, str]:
     """The base model that the PEFT directory ``path``, which ``flag`` gave, names, and the place that names it.
 
-    Raises UserError if that is not a directory here, such as a name on a hub: nothing is downloaded.
+    It must be a directory here: nothing is downloaded.
     """
     file, base = Path(path) / CONFIG_FILE, AdapterDirectory.open(path).base_name
     if base is None or not os.path.isdir(base):
@@ -152,10 +161,7 @@ def _stated_base(path: str, flag: str) -> tuple[str, str]:
 
 
 def _beside_its_model(path: str, base: str | None, named_by: str, order: QkvOrder) -> tuple[Source, Source]:
-    """The model in ``base``, which ``named_by`` gives, and the adapters in ``path``.
-
-    Raises UserError if they do not belong together.
-    """
+    """The model in ``base``, which ``named_by`` gives, and the adapters in ``path``, which must belong to it."""
     if base is None:
         raise UserError(f"--load {path} has adapters (LoRA), not a whole model; give --model-name-or-path, the "
                         f"Hugging Face directory of the model that they were trained for.")
@@ -182,9 +188,50 @@ def settings_in(*folders: Path) -> GenerationSettings:
     return GenerationSettings()
 
 
-def named_tokens(words: Sequence[str], vocabulary: Mapping[str, int], vocab_size: int) -> tuple[int, ...]:
-    """The ids of ``--stop-tokens``, which are tokens or ids; raises UserError naming each word that is neither."""
-    found = [vocabulary[word] if word in vocabulary else whole_number(word) for word in words]
-    refuse(f"--stop-tokens has {word!r}{nearest(word, vocabulary)}; expected tokens of the tokenizer, or ids below "
-           f"{vocab_size}" for word, one in zip(words, found, strict=True) if one is None or one >= vocab_size)
-    return tuple(one for one in found if one is not None)
+def session_of(asking: Asking, found: ModelFiles, device: Device, mesh: "Mesh") -> "Session":
+    """Build this rank's part and read its weights."""
+    from mm.generation.session import Session, read_encoder, with_stop_tokens
+    from mm.model import load
+    from mm.model.stage import Stage
+
+    args, model, media = asking.args, found.model, asking.media_config(found.directory)
+    encoder = read_encoder(media, model, mesh)
+    decoding = with_stop_tokens(found.decoding, args.stop_tokens, encoder, model.language, mesh)
+    stage = Stage(model, mesh, args.precision, device)
+    load.fill(stage, [one for one in stage.weights if not one.is_adapter], found.source, mesh)
+    if found.adapters is not None:
+        load.fill(stage, saved_among(stage.weights, model), found.adapters, mesh)
+    return Session(stage, mesh, encoder, media, decoding, found.fingerprint, args.precision)
+
+
+@contextmanager
+def opened(asking: Asking[Any], read: Callable[[], Sequence[str]] = tuple) -> Iterator[tuple["Session", Phase]]:
+    """The model on this process's device, as one rank of the launcher's world, and the phases of its watchdog.
+
+    ``read`` reads what is asked, on rank 0 before anything is loaded, and returns notes.  Raises UserError.
+    """
+    args, is_first = asking.args, is_first_rank()
+    with Watchdog(Rendezvous.of_launcher(args.distributed_timeout_minutes), None, facts=software()) as watchdog:
+        with watchdog.phase("check"):
+            notes = read() if is_first else ()
+            found = find(asking) if is_first else None  # one rank reports what all of them would
+        with ongoing("waiting for the other ranks", is_first):
+            store = watchdog.meet()
+        found = found or find(asking)
+        if is_first:
+            print_notes(sorted_notes((*asking.notes, *notes, *found.notes)), sys.stderr)
+        with loading(is_first, "starting the device"):
+            device = Device.pick(args.device)
+            if is_first:
+                print_notes(device.notes, sys.stderr)
+            # megatron looks at the device while it is imported, so everything built on it comes after this
+            from mm.parallel import mesh as parallel
+
+        with ongoing("connecting the ranks", is_first):
+            mesh = parallel.start(
+                device, found.model, args.tensor_model_parallel_size, args.distributed_timeout_minutes, store=store)
+        watchdog.place(mesh)
+        with watchdog.phase("load"):
+            session = session_of(asking, found, device, mesh)
+        yield session, watchdog.phase
+    parallel.stop()

@@ -56,7 +56,7 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
     gradient passes through it to an earlier trained weight, and otherwise one.  The adapters' own products are not
     counted.
     """
-    slots = block_slots(model)
+    slots = slots_of(model, model.placement())
     backwards = {has_images: block_backwards(model, has_images) for has_images in (False, True)}
     costs = []
     for totals in batches:
@@ -70,11 +70,6 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
 
 
 @cache
-def block_slots(model: ModelConfig) -> Mapping[BlockPlace, int]:
-    """The slot of each block."""
-    return slots_of(model, model.placement())
-
-
 def slots_of(model: ModelConfig, placement: Placement) -> Mapping[BlockPlace, int]:
     """The slot of each block of ``model`` in ``placement``, which need not be the model's own."""
     found: dict[BlockPlace, int] = {}

@@ -45,7 +45,7 @@ def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, s
 
 
 def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) -> None:
-    """Set ``weights`` of this rank's ``stage`` to those of ``source``, which are read once for all replicas.
+    """Set ``weights`` of this rank's ``stage`` to those of ``source``.
 
     A rank reads only what it holds, except that a tensor with a checksum is read whole.  Raises UserError if a tensor
     is damaged, two copies of a weight differ, or padding is not zero.
@@ -61,10 +61,11 @@ def fill(stage: Stage, weights: Sequence[Weight], source: Source, mesh: Mesh) ->
 
 
 def read_once(stage: Stage, weights: Sequence[Weight], read: Callable[[Weight], Tensor], mesh: Mesh) -> None:
-    """Set ``weights`` to the results of ``read``: this rank's shards, as files hold them.
+    """Set ``weights`` of this rank's ``stage``, reading each once for all replicas.
 
-    Of the ranks that hold the same shards, each reads an even share of the bytes and broadcasts it to the others, once
-    every rank has read its share: if one cannot read a file, all raise the same UserError.
+    ``read`` gives this rank's tensor-parallel shard of a weight, as files hold it.  Each of the ranks that hold the
+    same weights reads an even share of the bytes, and broadcasts it once all have read theirs.  If one cannot read a
+    file, all raise the same UserError.
     """
     group = mesh.groups.dp_cp
     parameters = [stage.get_parameter(weight.name) for weight in weights]
@@ -101,7 +102,6 @@ def set_weight(stage: Stage, weight: Weight, values: Tensor, mesh: Mesh) -> None
 
 
 def _whole(stage: Stage, weight: Weight) -> Tensor:
-    """Memory on the device for all of a parameter."""
     parameter = stage.get_parameter(weight.name)
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 

@@ -1,6 +1,4 @@
-"""Activations that are computed again in the backward pass instead of being kept.
-
-Activations that wait in host memory for the backward pass of their layer.
+"""Activations that are not kept on the device until the backward pass: computed again, or kept in host memory.
 
 The activations of a layer leave while the next layer runs, and come back during the next layer's backward pass::
 
@@ -21,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mm.checkpoint.pipelined_write import host_segment
 from mm.device.device import Device
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
 
 PAGE_BYTES = 16 << 20
 """Memory is copied in pages: large enough for the speed of the link, and small enough that the last page of a layer
@@ -35,14 +33,14 @@ Keep = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def keep_here(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep a tensor where it is, without its graph: an operation that keeps its output would form a cycle."""
+    """A ``Keep`` on the device, without the graph: an operation that keeps its output would form a cycle."""
     kept = tensor if tensor.is_leaf else tensor.detach()
     return lambda: kept
 
 
 def on_pages(start: int, num_bytes: int, page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """``num_bytes`` on consecutive pages from the byte ``start``: number of each page, bytes there, and of the
-    whole."""
+    """Divide ``num_bytes`` that begin at byte ``start`` of consecutive pages: for each page its number, the bytes on
+    that page, and which of the ``num_bytes`` they are."""
     done = 0
     while done < num_bytes:
         page, at = divmod(start + done, page_bytes)
@@ -58,7 +56,6 @@ class HostPages:
         self._device = device
         self._free: list[Tensor] = []
         self.num_bytes = 0
-        """Allocated so far."""
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Enough pages for ``num_bytes``.  Raises UserError if this node has too little memory."""
@@ -88,24 +85,21 @@ class _Memory:
 
     @property
     def block(self) -> Tensor:
-        """All of it."""
         assert self._here is not None, "used between allocation and freeing"
         return self._here
 
     def tensor(self, start: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-        """A tensor in it."""
         return self.block.as_strided(shape, strides, start)
 
     def free(self) -> None:
-        """Drop this reference; the block lives as long as tensors use it."""
+        """The block lives on as long as tensors use it."""
         self._here = self._storage = None
 
     def allocate(self) -> None:
-        """Allocate a block of the same size."""
         self._here = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def pairs(self, pages: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of it, and their places on ``pages`` from the byte ``start``."""
+        """Parts of it, and their places on ``pages`` from the byte ``start``."""
         for page, there, here in on_pages(start, self.num_bytes, PAGE_BYTES):
             own = slice(here.start // self.dtype.itemsize, here.stop // self.dtype.itemsize)
             yield self.block[own], pages[page][there].view(self.dtype)
@@ -123,7 +117,6 @@ class LayerActivations:
         self._shared = {one.untyped_storage()._cdata for one in shared}
         self._memories: dict[tuple[int, torch.dtype], _Memory] = {}
         self.pages: list[Tensor] = []
-        """What it occupies in host memory."""
         self.is_coming = self.is_used = False
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -169,15 +162,11 @@ class HostActivations:
 
     def __init__(self, device: Device) -> None:
         self.pages = HostPages(device)
-        self._device, self._queue = device, device.runtime.side_queue()
+        self._device, self._side, self.torch_device = device, device.runtime.side_stream(), device.torch_device
         self._leaving: LayerActivations | None = None
         self._held: list[Tensor] = []
         """Blocks that are being fetched, kept until the computing stream waits for it: if no tensor uses them any
         longer, the allocator would reuse them while they are written."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._device.torch_device
 
     @contextmanager
     def layer(
@@ -201,8 +190,8 @@ class HostActivations:
             self._leaving = None
 
     def _join(self) -> None:
-        """Let the computing stream wait for all copies."""
-        self._queue.join()
+        """Make the computing stream wait for all copies."""
+        self._side.join()
         self._held.clear()
 
     def bring(self, own: LayerActivations) -> None:
@@ -225,8 +214,8 @@ class HostActivations:
         memories = own.memories()
         last, start = memories[-1]
         own.pages = self.pages.take(start + last.num_bytes)
-        self._queue.mark()
-        with self._queue.behind_mark():
+        self._side.record_event()
+        with self._side.after_event():
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
                     self._device.runtime.start_copying_back(here, there)
@@ -240,8 +229,8 @@ class HostActivations:
         for memory, _ in memories:
             memory.allocate()
         self._held += [memory.block for memory, _ in memories]
-        self._queue.mark()
-        with self._queue.behind_mark():
+        self._side.record_event()
+        with self._side.after_event():
             for memory, start in memories:
                 for here, there in memory.pairs(own.pages, start):
                     here.copy_(there, non_blocking=True)
@@ -264,14 +253,14 @@ LinearInput = Tensor | Remade
 
 
 def apply_linear(
-    linear: nn.Module, x: LinearInput, cut: CutRows | None = None, keys: Tensor | None = None
+    linear: nn.Module, x: LinearInput, sharded: ShardedRows | None = None, keys: Tensor | None = None
 ) -> Any:
     """Apply ``linear`` to ``x``; if ``x`` is ``Remade``, autograd keeps the function ``again`` instead of the tensor.
 
     Saved tensors are matched by address and shape; our linear layers save neither other views nor copies of ``made``.
     """
     if isinstance(x, Tensor):
-        return linear(x, cut, keys)
+        return linear(x, sharded, keys)
     made, address = x.made, (x.made.data_ptr(), x.made.shape)
     keep, again, to_keep = x.keep, x.again, [x.made_from]
 
@@ -283,7 +272,7 @@ def apply_linear(
         return lambda: again(made_from())
 
     with torch.autograd.graph.saved_tensors_hooks(keep_saved, lambda kept: kept()):
-        out = linear(made, cut, keys)
+        out = linear(made, sharded, keys)
     to_keep.clear()
     return out
 

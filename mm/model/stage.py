@@ -1,6 +1,5 @@
-"""One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says.
-
-A chunk maps a message to a message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
+"""One pipeline stage of a model: its chunks, each of which owns what its ``StageSpec`` says and maps a message to a
+message.  ``mm.placement`` decides what crosses which boundary; this module only computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,23 +13,22 @@ from torch import Tensor, nn
 
 from mm.config.args import LossUnit
 from mm.config.model import ModelConfig
-from mm.device.accelerator import SideQueue
 from mm.device.device import Device
+from mm.device.platform import SideStream
 from mm.model.families import towers_of
 from mm.model.layers.embedding import VisualRows
 from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.lora_linear import attach
 from mm.model.layers.loss import LossInputs
-from mm.model.parallel.sharded_rows import CutRows, gather_rows
-from mm.model.prepare import ChunkInputs, Preparation
+from mm.model.parallel.sharded_rows import ShardedRows, gather_rows
+from mm.model.prepare import ChunkInputs, Preparation, SharedVisionPass
 from mm.model.recompute import HostActivations
-from mm.model.shared_vision_pass import EncodedTogether
 from mm.model.towers import Towers, VisionInputs
 from mm.parallel.activity import Journal, Work
-from mm.parallel.megatron import mark_parameters, parallel_config
+from mm.parallel.context import RowShards
+from mm.parallel.megatron import parallel_config, set_megatron_attributes
 from mm.parallel.mesh import Mesh
-from mm.parallel.row_shards import Pieces
-from mm.parallel.zero.weight_shards import Unit, UnitWeights, WeightShards
+from mm.parallel.zero.weight_shards import BucketSpec, WeightBucket, WeightShards
 from mm.weights.shard import memory_shape
 from mm.weights.table import Weight, stage_weights
 from mm.weights.trained import is_frozen
@@ -41,17 +39,16 @@ class MadeFeatures:
     """ViT features of some images, to be stored."""
 
     images: tuple[tuple[str, int], ...]
-    """As ``ChunkInputs.to_keep``."""
     read: Callable[[], Tensor]
     """Gives [num_patches, hidden] on the host, image by image; waits for the device, in any thread."""
     num_bytes: int
 
 
 class Chunk(nn.Module):
-    """One rank's part of one slot, frozen and marked as megatron expects; the weights have no values yet."""
+    """One rank's part of one slot, with the attributes that megatron expects; the weights have no values yet."""
 
     def __init__(self, model: ModelConfig, number: int, mesh: Mesh, settings: TransformerConfig, device: Device,
-                 loss_unit: LossUnit, journal: Journal, side: SideQueue, shards_weights: bool = False,
+                 loss_unit: LossUnit, journal: Journal, side: SideStream, shards_weights: bool = False,
                  host: HostActivations | None = None) -> None:
         super().__init__()
         placement = model.placement()
@@ -67,8 +64,6 @@ class Chunk(nn.Module):
         self.towers: Towers = towers_of(model)
         self.prepare = Preparation(
             model, spec, mesh, self.towers, device, settings.params_dtype, loss_unit, settings.sequence_parallel)
-        self.vision_cut_group = self.prepare.vision_cut_group
-        self.gives_features = self.prepare.gives_features
         towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights, host=host)
         encoder_context = context.alone if model.encodes_whole else context
@@ -88,19 +83,19 @@ class Chunk(nn.Module):
             assert parameters[weight.name].shape == memory_shape(weight, mesh.tp_size), weight.name
             parameters[weight.name].requires_grad_(not is_frozen(weight, model))
         tied_over_slots = model.language.tied and placement.embedding_slot != placement.head_slot
-        mark_parameters(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
+        set_megatron_attributes(parameters, self.weights, tied_over_slots, settings.sequence_parallel)
         self.weight_shards = (
-            WeightShards(self.units(), self.parameters(), mesh.groups.dp_cp) if shards_weights else None)
+            WeightShards(self.bucket_specs(), self.parameters(), mesh.groups.dp_cp) if shards_weights else None)
 
-    def units(self) -> Iterator[Unit]:
-        """All weights, in units that are gathered and reduced together, in the order of the forward pass."""
+    def bucket_specs(self) -> Iterator[BucketSpec]:
+        """All weights, bucket by bucket, in the order of the forward pass."""
         if self.spec.vision_layers:
             encoder: Any = self.image_encoder["encoder"]
-            yield from encoder.units()
+            yield from encoder.bucket_specs()
             if self.spec.has_projector:
-                yield Unit((self.image_encoder["projector"],), "projector")
+                yield BucketSpec((self.image_encoder["projector"],), "projector")
         if self.spec.language_layers:
-            yield from self.text_decoder.units()
+            yield from self.text_decoder.bucket_specs()
 
     def forward(self, inputs: ChunkInputs, received: Tensor | None) -> Tensor:
         """Message in, message out (empty if nothing crosses); the chunk with the head returns its share of the loss."""
@@ -119,8 +114,8 @@ class Chunk(nn.Module):
         if inputs.vision is not None:
             with self.journal.during(Work.VISION_FORWARD):
                 x = self._vision(x, inputs, inputs.vision)
-        if inputs.together is not None:
-            x = self._own(inputs.together, is_sent=inputs.embedding is None)
+        if inputs.shared_pass is not None:
+            x = self._own(inputs.shared_pass, is_sent=inputs.embedding is None)
         if inputs.language is not None:
             with self.journal.during(Work.LANGUAGE_FORWARD):
                 if inputs.embedding is not None:
@@ -152,29 +147,27 @@ class Chunk(nn.Module):
             if inputs.to_keep:
                 self._give(self.towers.features_of(seen, vision), inputs.to_keep)
         made: Tensor = self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
-        if inputs.together is not None:
-            if self.vision_cut_group is not None:  # pieces of all rows are not pieces of each microbatch's rows
-                pieces = Pieces(sum(inputs.together.num_tokens), self.vision_cut_group)
-                made = gather_rows(made, CutRows(pieces), sums_gradients=True)
-            inputs.together.fill(made)
+        if inputs.shared_pass is not None:
+            if (group := self.prepare.vision_shard_group) is not None:  # not shards of each microbatch's rows
+                shards = RowShards(sum(inputs.shared_pass.num_tokens), group)
+                made = gather_rows(made, ShardedRows(shards), sums_gradients=True)
+            inputs.shared_pass.fill(made)
         return made
 
-    def _own(self, together: EncodedTogether, is_sent: bool) -> Tensor | None:
+    def _own(self, shared_pass: SharedVisionPass, is_sent: bool) -> Tensor | None:
         """The next microbatch's visual tokens, or what this rank sends of them."""
-        x = together.take()
-        if x is None or not is_sent or self.vision_cut_group is None:
-            return x
-        return x[Pieces(len(x), self.vision_cut_group).here]
+        x, group = shared_pass.take(), self.prepare.vision_shard_group
+        return x if x is None or not is_sent or group is None else x[RowShards(len(x), group).here]
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:
         """Start copying ``features`` to the host; nothing waits for them before the step ends."""
-        if self.gives_features:
+        if self.prepare.gives_features:
             read = self.device.runtime.start_copying_back(features)
             self.made.append(MadeFeatures(images, read, features.nbytes))
 
     def _loss(self, x: Tensor, inputs: ChunkInputs, targets: LossInputs) -> Tensor:
-        if inputs.language is not None and inputs.language.cut is not None:
-            x = gather_rows(x, inputs.language.cut, sums_gradients=False)
+        if inputs.language is not None and inputs.language.sharded is not None:
+            x = gather_rows(x, inputs.language.sharded, sums_gradients=False)
         return self.text_decoder.loss(x.index_select(0, targets.target_index), targets)
 
 
@@ -191,7 +184,7 @@ class Stage:
         self.model, self.device = model, device
         self.config = parallel_config(model, mesh, precision, sequence_parallel)
         self.journal = Journal()
-        side, host = device.runtime.side_queue(), HostActivations(device) if model.offloads_activations else None
+        side, host = device.runtime.side_stream(), HostActivations(device) if model.offloads_activations else None
         self.chunks = tuple(
             Chunk(model, number, mesh, self.config, device, loss_unit, self.journal, side, shards_weights, host)
             for number in range(model.num_chunks))
@@ -210,7 +203,7 @@ class Stage:
     @property
     def gives_features(self) -> bool:
         """Whether ``take_features`` returns features on this rank, if they are to be stored."""
-        return any(chunk.gives_features for chunk in self.chunks)
+        return any(chunk.prepare.gives_features for chunk in self.chunks)
 
     def take_features(self) -> list[MadeFeatures]:
         """Features to be stored that the ViT has made since the last call."""
@@ -220,7 +213,6 @@ class Stage:
         return made
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """In the order of the chunks."""
         for chunk in self.chunks:
             yield from chunk.named_parameters()
 
@@ -230,7 +222,6 @@ class Stage:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether this rank keeps only its shard of each weight."""
         return self._weight_shards is not None
 
     @property
@@ -249,17 +240,17 @@ class Stage:
             shards.set(parameter, values)
 
     def whole_weights(self, weights: Iterable[Weight]) -> Iterator[tuple[Weight, Tensor]]:
-        """Each of ``weights`` with its values on this rank, which last until the next one is taken; on all ranks
-        together."""
+        """Yield each of ``weights`` with its values on this rank, which are valid until the next one is taken.  If
+        ranks keep shards of weights, all of them must iterate over the same weights: this is a collective."""
         shards = self._weight_shards
         if shards is None:
             yield from ((weight, self.get_parameter(weight.name).detach()) for weight in weights)
             return
-        by_unit: dict[UnitWeights, list[Weight]] = {}
+        by_bucket: dict[WeightBucket, list[Weight]] = {}
         for weight in weights:
-            by_unit.setdefault(shards.unit_of(self.get_parameter(weight.name)), []).append(weight)
-        for unit, some in by_unit.items():
-            with shards.opened(unit):
+            by_bucket.setdefault(shards.bucket_of(self.get_parameter(weight.name)), []).append(weight)
+        for bucket, some in by_bucket.items():
+            with shards.opened(bucket):
                 yield from ((weight, self.get_parameter(weight.name).detach()) for weight in some)
 
     def all_whole(self) -> AbstractContextManager[None]:

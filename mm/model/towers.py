@@ -46,13 +46,13 @@ class Towers:
     vision_inputs: Callable[
         [Sequence[Grid], Tensor | None, Tensor | None, VisionConfig, Device, dist.ProcessGroup | None, Tensor | None],
         VisionInputs]
-    """From the grids of a microbatch's images, their pixels or features on the device, the group that cuts rows, and
-    the patches' keys for dropout."""
+    """From the grids of a microbatch's images, their pixels or features on the device, the group that shards rows, and
+    dropout keys of the patches."""
     language_inputs: Callable[
         [Microbatch, LanguageConfig, torch.dtype, Device, dist.ProcessGroup | None, Share | None, Tensor | None],
         AttentionInputs]
-    """With the group that cuts rows, how context-parallel ranks divide the row, and the tokens' keys for dropout."""
+    """With the group that shards rows, how context-parallel ranks divide the row, and the tokens' keys for dropout."""
     features_of: Callable[[Tensor, Any], Tensor]
-    """The last ViT layer's output, gathered if it is cut, in the form of ``VisionInputs.features``; detached."""
+    """The last ViT layer's output, gathered if it is sharded, in the form of ``VisionInputs.features``; detached."""
     last_output: Callable[[Tensor, Any], Tensor]
-    """Its inverse: what the projector takes, or this rank's piece of it."""
+    """Its inverse: what the projector takes, or this rank's shard of it."""

@@ -1,7 +1,8 @@
-"""Context parallelism: which tokens and which images of a microbatch each rank of the context axis holds.
+"""Which rows of a microbatch each rank holds: a shard of each layer's rows under sequence parallelism, tokens under
+context parallelism, and whole images.
 
-Tokens are divided row by row, and images stay whole; with whole encoders (``ModelConfig.encodes_whole``), the ranks of
-the tensor-parallel axis divide the images too.  Some ranks may hold none.
+Context parallelism divides tokens row by row; images stay whole, and with whole encoders
+(``ModelConfig.encodes_whole``) the ranks of the tensor-parallel axis divide them too.  Some ranks may hold none.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,12 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mm.batch import Grid, Microbatch
+
+# Context parallelism
 
 
 def even_rows(num_rows: int, num_ranks: int) -> list[Tensor]:
@@ -80,13 +84,11 @@ class Context:
 
     @property
     def num_encoders(self) -> int:
-        """Ranks over which images are divided."""
         return 1 if self.is_alone else self.encoders.size()
 
     @property
     def encoders_per_share(self) -> int:
-        """Ranks that hold the same tokens but images of their own: the tensor-parallel size with whole encoders, else
-        1."""
+        """Ranks that hold the same tokens but images of their own."""
         return self.num_encoders // self.size
 
     def share(self, microbatch: Microbatch) -> "Share":
@@ -97,20 +99,17 @@ class Context:
         return Share(self, rows)
 
     def num_tokens(self, microbatch: Microbatch) -> int:
-        """Tokens of ``microbatch`` that this rank holds."""
         return microbatch.num_tokens if self.size == 1 else len(self.share(microbatch).here)
 
     def images(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Indices of the images of ``microbatch`` that this rank holds."""
         return images_of(microbatch, self.encoders.rank() if self.num_encoders > 1 else None)
 
     def image_grids(self, microbatch: Microbatch) -> tuple[Grid, ...]:
-        """Grids of the images that this rank holds."""
         return tuple(microbatch.image_grids[number] for number in self.images(microbatch))
 
 
 def images_of(microbatch: Microbatch, rank: int | None) -> tuple[int, ...]:
-    """Indices of the images that a rank of ``Context.encoders`` holds; None is a single rank, which holds all."""
+    """Indices of the images that a rank of ``Context.encoders`` holds; None: a single rank, which holds all."""
     if rank is None:
         return tuple(range(len(microbatch.image_grids)))
     assert len(microbatch.image_ranks) == len(microbatch.image_grids), "images were not dealt"
@@ -167,3 +166,62 @@ class Passing:
         for work in self._works:
             work.wait()
         return self._coming
+
+
+# Sequence parallelism: what each tensor-parallel rank holds between two linear layers
+
+
+def row_shard(num_rows: int, multiple: int, rank: int, num_ranks: int) -> slice:
+    """One rank's rows: equally many, multiples of ``multiple``, on all ranks but the last, which may have few or
+    none."""
+    assert num_rows % multiple == 0, (num_rows, multiple)
+    size = -(-num_rows // multiple // num_ranks) * multiple
+    return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """A division of ``num_rows`` rows over ``group``.  Buffers of a collective are padded to equal size."""
+
+    num_rows: int
+    group: dist.ProcessGroup
+    multiple: int = 1
+
+    @property
+    def here(self) -> slice:
+        return row_shard(self.num_rows, self.multiple, self.group.rank(), self.group.size())
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the longest shard: the first rank's."""
+        return row_shard(self.num_rows, self.multiple, 0, self.group.size()).stop
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """[rows here, width] of every rank -> [num_rows, width] on all."""
+        _, whole = self._gather(shard, is_async=False)
+        return whole
+
+    def start_gathering(self, shard: Tensor) -> tuple[dist.Work, Tensor]:
+        """Start ``gather``; the rows are valid once the work is done."""
+        work, whole = self._gather(shard, is_async=True)
+        assert work is not None, "torch returns one with async_op"
+        return work, whole
+
+    def _gather(self, shard: Tensor, is_async: bool) -> tuple[dist.Work | None, Tensor]:
+        whole = shard.new_empty(self.group.size() * self.padded_rows, shard.shape[1])
+        padded = _padded(shard, self.padded_rows)
+        work = dist.all_gather_into_tensor(whole, padded, group=self.group, async_op=is_async)
+        return work, whole[: self.num_rows]  # padding is at the end only: all shards before a smaller one are full
+
+    def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
+        """[num_rows, width] of every rank -> this rank's rows of the sum, valid once the work is done."""
+        shard = whole.new_empty(self.padded_rows, whole.shape[1])
+        padded = _padded(whole, self.group.size() * self.padded_rows)
+        work = dist.reduce_scatter_tensor(shard, padded, group=self.group, async_op=True)
+        assert work is not None, "torch returns one with async_op"
+        here = self.here
+        return work, shard[: here.stop - here.start]
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return rows.contiguous() if len(rows) == num_rows else F.pad(rows, (0, 0, 0, num_rows - len(rows)))

@@ -27,8 +27,7 @@ from mm.parallel.context import Context
 _GRADIENT_GROUP = "PIPELINE_GRADIENT_GROUP"
 _TIED_GROUP = "TIED_EMBEDDING_GROUP"
 CONTROL_TIMEOUT = timedelta(days=1)
-"""Time limit of ``Mesh.control_group``: ranks wait there while one of them writes a whole model.  If a rank dies, the
-launcher ends the job."""
+"""Time limit of ``Mesh.control_group``: ranks wait there while one of them writes a whole model."""
 
 # With this, gloo connects two ranks when they first communicate.  Without it every rank of a group connects to every
 # other: a group of N reads N^2 (154 + 8 N) bytes of addresses from one store, and each rank has N open files.  The
@@ -50,9 +49,7 @@ class Mesh:
     dp_rank: int
     dp_size: int
     context: Context
-    """How the ranks of the context axis divide a microbatch."""
     groups: ProcessGroupCollection
-    """megatron's groups, on the device's backend."""
     replica_group: dist.ProcessGroup
     """gloo, all ranks of this replica; its first rank is the data owner.  Used by the data thread alone."""
     owners_group: dist.ProcessGroup | None
@@ -72,9 +69,8 @@ class Mesh:
     """The two ranks that hold the word embedding and its copy in the output layer; None elsewhere, and where one rank
     holds both."""
     gradient_group: dist.ProcessGroup
-    """A second group of the pipeline's ranks, for gradients: NCCL and HCCL run the messages of a group in order."""
+    """A second group of the pipeline's ranks: NCCL and HCCL run the messages of a group in order."""
     replica_owner: int
-    """Global rank of this replica's data owner."""
 
     @property
     def owns_data(self) -> bool:
@@ -95,7 +91,7 @@ class Mesh:
 
     @property
     def copy_rank(self) -> int:
-        """Index of this rank among those that hold the same weights (over the data and context axes)."""
+        """Index of this rank among those."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
 
@@ -143,7 +139,7 @@ def build_mesh(
 ) -> Mesh:
     """Build the groups inside an initialised process group; tests call it once per layout.
 
-    ``max_message_ctas``: see ``Device``; only NCCL has it.
+    ``max_message_ctas``: see ``Platform``.
     """
     placement = model.placement()
     pp_size = placement.num_stages
@@ -228,7 +224,7 @@ def _media_groups(
 
 
 def _groups_of_several(ranks: list[list[list[int]]], timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """Create the groups of each list; return for each this rank's group, None if it has none or a single rank."""
+    """For each list, this rank's group; None if it has none or a single rank."""
     return tuple(_my_group(lists, timeout, "gloo") if len(lists[0]) > 1 else None for lists in ranks)
 
 

@@ -1,14 +1,9 @@
-"""The schedule as data: the passes of a stage in their order, and when it begins to receive what they need.
+"""The schedule as data: the passes of a stage in their order, when it begins to receive what they need, and how long
+they take.
 
-Pure functions of counts, for the loop that runs the passes (``mm.parallel.pipeline.loop``), the simulation and the
-memory formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it
-with megatron's own tables.
-
-The timeline of a step: each stage runs its forward and backward steps in the order of ``mm.parallel.order``.
-
-A message leaves when its step ends, follows the one before it on its link, and takes no time of the stages: the engine
-starts sends and receives ahead.  The order of the steps does not depend on their costs, so many pipelines of one shape
-are simulated at once.
+Pure functions of counts and costs, for the loop that runs the passes (``pipeline/loop.py``), for predictions and for
+the memory formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it
+with megatron's own tables.  It does not depend on costs, so many pipelines of one shape are timed at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +20,8 @@ Step = tuple[bool, ChunkPass]
 
 
 def group_size(num_microbatches: int, num_stages: int) -> int:
-    """How many microbatches run through a chunk before the next chunk starts: the fewest that megatron allows.
-
-    The last group is full, or has at least one microbatch for each stage.
-    """
+    """How many microbatches run through a chunk before the next one starts: the fewest that megatron allows.  The last
+    group is full, or has at least one microbatch for each stage."""
     assert num_microbatches >= num_stages, "checked with the settings"
     sizes = range(num_stages, num_microbatches + 1)
     return next(size for size in sizes if num_microbatches % size == 0 or num_microbatches % size >= num_stages)
@@ -46,7 +39,7 @@ def forward_order(num_microbatches: int, num_stages: int, num_chunks: int) -> li
 
 
 def backward_order(forward: Sequence[ChunkPass]) -> list[ChunkPass]:
-    """The order of the backward steps: the same, with the chunks from last to first."""
+    """The same, with the chunks from last to first."""
     last = max(chunk for _, chunk in forward)
     return [(microbatch, last - chunk) for microbatch, chunk in forward]
 
@@ -117,27 +110,19 @@ def in_flight(num_microbatches: int, stage: int, num_stages: int, num_chunks: in
             yield tuple(counts)
 
 
+# How long the steps take.  A message leaves when its step ends, follows the one before it on its link, and takes no
+# time of the stages, because the engine starts sends and receives ahead.
+
 Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True)
 class SlotCost:
-    """The cost of one microbatch in one slot: seconds, FLOPs, or any other measure of time."""
+    """The cost of one microbatch in one slot, or of its messages across one boundary: seconds, FLOPs, or the like."""
 
     forward: float
     backward: float
     """0 if no gradient comes back; the stage does not wait for one then."""
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    """How long the messages of one microbatch across one boundary are on their way, in the unit of the slots' costs."""
-
-    forward: float
-    backward: float
-
-
-FREE = MessageCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -151,30 +136,22 @@ class TimedStep:
     end: float
 
 
-def as_array(costs: Sequence[Sequence[SlotCost | MessageCost]]) -> np.ndarray:
+def as_array(costs: Sequence[Sequence[SlotCost]]) -> np.ndarray:
     """``costs[m][s]`` as float64 [2, num_microbatches, num_slots]: forward, backward."""
     return np.array([[[one.forward for one in row] for row in costs],
                      [[one.backward for one in row] for row in costs]]).reshape(2, len(costs), -1)
 
 
 def as_costs(costs: np.ndarray) -> list[list[SlotCost]]:
-    """The reverse of ``as_array`` for slots."""
+    """The reverse of ``as_array``."""
     return [[SlotCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
 
 
-def as_messages(costs: np.ndarray) -> list[list[MessageCost]]:
-    """The reverse of ``as_array`` for messages."""
-    return [[MessageCost(*both) for both in zip(*rows, strict=True)] for rows in zip(*costs.tolist(), strict=True)]
-
-
 def simulate(
-    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[MessageCost]] | None = None,
+    costs: Sequence[Sequence[SlotCost]], num_stages: int, messages: Sequence[Sequence[SlotCost]] | None = None,
 ) -> list[list[TimedStep]]:  # fmt: skip
-    """The timeline of each stage.
-
-    ``costs[m][s]`` is the cost of microbatch m in slot s, in forward order of slots; ``messages[m][s]`` that of its
-    messages between slots s and s + 1, None if they take no time.
-    """
+    """The timeline of each stage.  ``costs[m][s]`` is the cost of microbatch m in slot s; ``messages[m][s]`` that of
+    its messages between slots s and s + 1, None if they take no time."""
     of_steps = as_array(costs)
     ends = step_ends(of_steps, num_stages, None if messages is None else as_array(messages))
     num_chunks = len(costs[0]) // num_stages
@@ -195,11 +172,8 @@ def step_cost(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> float:
 
 
 def even_step_cost(busy: Number, num_microbatches: Number, num_stages: int, num_chunks: int) -> Number:
-    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy``.
-
-    It is ``busy`` times (m + (p - 1) / v) / m, for m microbatches, p stages and v chunks (Megatron-LM,
-    arXiv:2104.04473, section 2.2).
-    """
+    """The cost of a step with equal stages and microbatches, in which each stage works for ``busy`` (Megatron-LM,
+    arXiv:2104.04473, section 2.2)."""
     return busy * (num_microbatches + (num_stages - 1) / num_chunks) / num_microbatches
 
 

@@ -1,10 +1,11 @@
-"""The commands of ``mm-plan``, each a function of its flags in ``mm.plan.flags`` and of the run."""
+"""The commands of ``mm-plan``, each a function of its flags and of the run; as a program, one rank of ``calibrate``."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from mm.cost.calibration import calibration_for, read_calibration
 from mm.cost.costs import Cutting
 from mm.cost.predict import Predictor
 from mm.cost.workload import COUNTS, workload_of
-from mm.errors import UserError, printable
+from mm.device.device import Device
+from mm.environment import launcher_problems
+from mm.errors import UserError, printable, refuse
 from mm.plan.flags import CalibrateFlags, CompareFlags, LayoutFlags, ListsFlags, PredictFlags
 from mm.plan.layouts import layouts, lengths_of
 from mm.plan.lists import rate_lists
 from mm.plan.reports import compared, lists_report, prediction_report
-from mm.process import print_notes
+from mm.process import end_with_launcher, is_first_rank, print_notes, run_command, status_of
 
 
 def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None:
@@ -35,7 +38,7 @@ def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None
                         f"{run.model.vision.num_attention_heads} heads; calibrate always cuts the ViT, although this "
                         f"run keeps it whole, so give a size that divides them")
     words = [sys.executable, "-m", "mm.launch", "--standalone", "--nproc_per_node", str(flags.num_processes), "-m",
-             "mm.plan.rank", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
+             "mm.plan.commands", str(flags.output.absolute()), *map(str, _largest_microbatch(run)), *training]
     done = subprocess.run(words, check=False, env={"OMP_NUM_THREADS": "1", **os.environ})
     if done.returncode:
         raise UserError(f"the processes that measure ended with status {done.returncode}; see their messages above")
@@ -46,8 +49,7 @@ def _calibrate(flags: CalibrateFlags, run: Run, training: Sequence[str]) -> None
 
 
 def _largest_microbatch(run: Run) -> tuple[int, int]:
-    """The tokens of the largest microbatch in some steps, and the patches of the largest pass of the ViT; without data,
-    the most that the flags allow."""
+    """The most tokens of a microbatch and patches of a pass of the ViT in some steps; without data, the flags' most."""
     num_tokens = run.args.seq_length * run.args.micro_batch_size
     num_patches = num_tokens * run.model.vision.spatial_merge_size**2 // 2
     try:
@@ -96,3 +98,30 @@ def run(flags: object, training: Sequence[str]) -> None:
             print(text)
     else:
         _COMMANDS[type(flags)](flags, load_run([*training, "--dry-run"]), training)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank of ``mm-plan calibrate``: FILE TOKENS PATCHES FLAGS; rank 0 writes FILE.  Returns the exit status."""
+    end_with_launcher()
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: status_of(lambda: _measure(words)), lambda: "nothing was written", is_rank=True)
+
+
+def _measure(words: Sequence[str]) -> int:
+    refuse(launcher_problems(os.environ))
+    output, (num_tokens, num_patches) = Path(words[0]), map(int, words[1:3])
+    run = load_run([*words[3:], "--dry-run"], environment={})
+    device = Device.pick(run.args.device, run.args.deterministic_mode)
+    # megatron looks at the device while it is imported, so everything built on it comes after this
+    from mm.parallel import mesh as parallel
+    from mm.plan.measure import measure
+
+    found = measure(device, run.args, run.model, sorted({1, run.tp_size}), num_tokens, num_patches)
+    if is_first_rank():
+        found.write(output)
+    parallel.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

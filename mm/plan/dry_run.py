@@ -1,10 +1,6 @@
-"""The report of a dry run: what each pipeline stage holds, its size in bytes, and what crosses each boundary.
+"""The report of a dry run: contents, boundaries and peak memory of the stages, and the cheapest flags that would fit.
 
-Sizes come from the weight table, the placement and the formulas of ``mm.cost.memory``; nothing is measured.
-
-The cheapest flags with which a run fits the memory of a device that is too small for it as it is.
-
-The order of the changes is a preference, not measured: exact and nearly free ones first, then those that take time or
+The order of these flags is a preference, not measured: exact and nearly free ones first, then those that take time or
 round.  Layouts stay as they are; ``mm-plan`` searches for others.
 """
 
@@ -12,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from mm.config.args import Arguments
 from mm.config.layers import OffloadConfig, RecomputeConfig
@@ -20,23 +16,34 @@ from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.cost.layer_memory import WIDTHS
 from mm.cost.memory import MicrobatchSizes
-from mm.cost.model_states import StageSize, chunk_size, num_model_params, stage_sizes
 from mm.cost.stage_memory import (
     STATED,
     VISUAL,
-    UnitBuffers,
+    BucketBuffers,
+    StageSize,
     activation_bytes_on_host,
+    chunk_size,
     longest_microbatches,
+    num_model_params,
     peak_bytes,
     peaks,
     stage_memory,
+    stage_sizes,
 )
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import counted, sorted_notes
 from mm.placement import Message, Placement, StageSpec
-from mm.weights.adapters import describe, model_adapters, num_adapter_params
 from mm.weights.table import Place, stage_weights
-from mm.weights.trained import GradientPath, Group, freeze_notes, is_frozen, optimizer_groups
+from mm.weights.trained import (
+    GradientPath,
+    Group,
+    describe_lora,
+    freeze_notes,
+    is_frozen,
+    model_adapters,
+    num_adapter_params,
+    optimizer_groups,
+)
 
 NEARLY_EQUAL = 0.9
 """Devices whose smallest memory has at least this share of the others' get one answer, for the smallest."""
@@ -48,7 +55,7 @@ class Change:
 
     flags: str
     applied: Callable[[Run], Run | None]
-    """The run with them; None if it has them, if they do not apply, or if its other settings exclude them."""
+    """The run with them; None if it has them, or if they do not apply."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,7 @@ def _recomputed(recompute: RecomputeConfig) -> Callable[[Run], Run | None]:
 
 
 def _offloaded(run: Run) -> Run | None:
-    """Offload layers that are recomputed, so only their inputs: all else is computed again sooner than it crosses the
-    link to the host."""
+    """Offload the inputs of recomputed layers: all else is computed again sooner than it crosses the host's link."""
     towers = {name: getattr(run.model, name) for name in ("vision", "language")}
     if any(tower.recompute.granularity != "full" or tower.offload != OffloadConfig() for tower in towers.values()):
         return None
@@ -128,9 +134,9 @@ CHANGES = (
 
 
 def cheapest_fits(run: Run, memories: Iterable[int]) -> list[Fit]:
-    """For each of ``memories`` (bytes) that is too small for ``run``, the cheapest changes with which it fits.
+    """The cheapest changes with which ``run`` fits each of ``memories`` (bytes) that is too small, largest first.
 
-    Nearly equal memories get one answer, for the smallest of them; the largest comes first.
+    Nearly equal memories get one answer, for the smallest of them.
     """
     @cache
     def peak(changes: int) -> float:
@@ -178,14 +184,8 @@ def _host_bytes(run: Run) -> int:
 _GIB = 2**30
 _NUM_FITS = 3
 """Sizes of devices for which the report says how the run would fit."""
-_PLACES = {
-    Place.PATCH_EMBEDDING: "patch embedding",
-    Place.VISION_LAYER: "ViT",
-    Place.PROJECTOR: "projector",
-    Place.EMBEDDING: "embedding",
-    Place.LANGUAGE_LAYER: "LLM",
-    Place.HEAD: "norm + head",
-}
+_PLACES = {Place.PATCH_EMBEDDING: "patch embedding", Place.VISION_LAYER: "ViT", Place.PROJECTOR: "projector",
+           Place.EMBEDDING: "embedding", Place.LANGUAGE_LAYER: "LLM", Place.HEAD: "norm + head"}  # fmt: skip
 
 
 def stage_report(run: Run) -> str:
@@ -210,7 +210,7 @@ def _run_lines(run: Run) -> list[str]:
     args, lora = run.args, run.model.lora
     return [
         f"Model     {args.mm_model}: {num_model_params(run):,} parameters",
-        *([f"Adapters  {len(model_adapters(run.model))} linear layers, {describe(lora)}: "
+        *([f"Adapters  {len(model_adapters(run.model))} linear layers, {describe_lora(lora)}: "
            f"{num_adapter_params(run.model):,} parameters; the weights beside them are frozen, which costs their "
            f"{WIDTHS[args.precision]} bytes each, and no gradients, optimizer state or fp32 copies"]
           if lora.is_on else []),
@@ -223,8 +223,7 @@ def _run_lines(run: Run) -> list[str]:
         f"{args.seq_length} tokens per sample",
         f"Training  {_steps(run)} in {args.precision}, loss: mean over the "
         f"{'target token' if args.loss_unit == 'token' else args.loss_unit}s of the global batch, optimizer state"
-        f"{_SHARDED[args.sharding]}"
-        f"{_states(args)}",
+        f"{_SHARDED[args.sharding]}{_optimizer_state(args)}",
     ]
 
 
@@ -233,7 +232,7 @@ _SHARDED = {"no_shard": " whole on every rank", "optim": " split over the data-p
             "optim_grads_params": ", gradients and weights split over the data-parallel ranks"}  # fmt: skip
 
 
-def _states(args: Arguments) -> str:
+def _optimizer_state(args: Arguments) -> str:
     dtypes = {"first": args.exp_avg_dtype, "second": args.exp_avg_sq_dtype}
     rounded = [f"the {name} in {dtype}" for name, dtype in dtypes.items() if dtype != "fp32"]
     copies = {"fp32": "", "remainder": ", 16 bits beside each weight in place of an fp32 copy",
@@ -277,15 +276,11 @@ def _stage_table(run: Run, placement: Placement) -> list[str]:
     return ["Stages (one rank each; GiB of states):", *_aligned(rows)]
 
 
-def _aligned(rows: list[tuple[str, ...]], num_texts: int = 2) -> list[str]:
-    """A table whose first ``num_texts`` columns are text, the others numbers."""
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """A table whose first two columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) if column < num_texts else cell.rjust(width)
-                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return ["  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def _name(spec: StageSpec, run: Run) -> str:
@@ -313,14 +308,13 @@ def _contents(spec: StageSpec, model: ModelConfig) -> str:
 def _boundary_lines(run: Run, placement: Placement) -> list[str]:
     """What crosses each boundary per microbatch, and when a gradient comes back."""
     vision, language = run.model.vision, run.model.language
-    merged = vision.spatial_merge_size**2
     shapes = {
         Message.PATCHES: f"[patches, {vision.hidden_size}]",
-        Message.VISUAL_TOKENS: f"[patches / {merged}, {language.hidden_size}]",
+        Message.VISUAL_TOKENS: f"[patches / {vision.spatial_merge_size**2}, {language.hidden_size}]",
         Message.HIDDEN_STATES: f"[tokens, {language.hidden_size}]",
     }
     lines, path = [], GradientPath.of(run.model)
-    for before, after in zip(placement.slots, placement.slots[1:], strict=False):
+    for before, after in pairwise(placement.slots):
         crossing = f"  {_name(before, run)} -> {_name(after, run)}: {before.sends.value}"
         if before.sends is Message.NOTHING:
             lines.append(crossing)
@@ -343,9 +337,9 @@ def _total_lines(run: Run, sizes: list[StageSize]) -> list[str]:
 
 def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> list[str]:
     """Peak memory of each stage, and its parts."""
-    buffers, offloads = UnitBuffers.of(run), run.model.offloads_activations
+    buffers, offloads = BucketBuffers.of(run), run.model.offloads_activations
     header = ("stage", "tokens", "in flight", "states", "activations", "sent ahead", "logits", "a layer's work",
-              *["open units"] * (buffers is not None), "peak", *["on the host"] * offloads)
+              *["open buckets"] * (buffers is not None), "peak", *["on the host"] * offloads)
     rows: list[tuple[str, ...]] = [header]
     kinds = longest_microbatches(run)
     for stage, size in enumerate(sizes):
@@ -364,7 +358,7 @@ def _memory_table(run: Run, placement: Placement, sizes: list[StageSize]) -> lis
         *_microbatch_lines(run, kinds),
         "The peak includes the logits or a layer's work, whichever is larger.  Sent ahead: the most messages that a",
         "slow next stage can leave waiting.  Not counted: the driver, communication buffers and fragmentation.",
-        *(["Open units: gradients, and weights in shards, of the layers that are used at that moment."]
+        *(["Open buckets: gradients, and weights in shards, of the layers that are used at that moment."]
           if buffers else []),
         *(["On the host: offloaded activations.  The columns of logits and of a layer's work include those that are",
            "on the device at that moment."] if offloads else []),

@@ -1,48 +1,49 @@
-"""``mm-plan`` without a command: which layout trains a run fastest on a device, on its own data.
-
-Writes a layout to files that the trainer and its scripts read.
-"""
+"""``mm-plan`` without a command: which layout trains a run fastest, on its data or on lengths like published ones."""
 
 import copy
 import json
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mm.batch import image_pairs, window_pairs
 from mm.config.run import Run, load_run, parallel_problems
-from mm.config.strict_json import read_json
+from mm.config.schema import read_json
 from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import Calibration, calibration_for
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
-from mm.data.sample import HasLengths
+from mm.data.index.index import Measure
+from mm.data.media.image_patches import smart_resize
+from mm.data.sample import HasLengths, Lengths
 from mm.device.device import KNOWN_DEVICES
 from mm.device.platform import KnownDevice, Links
 from mm.errors import UserError, counted, nearest, printable, refuse, writing
 from mm.files import write_whole
-from mm.plan.choices import (
+from mm.plan.flags import LayoutFlags
+from mm.plan.lists import Lists
+from mm.plan.search import (
     AS_GIVEN,
     ENCODERS,
     NAMES,
     RECOMPUTE,
     SAMPLERS,
+    LayoutSearch,
+    Planned,
+    SearchResult,
     choices,
     encoder_batch_sizes,
     fixed_problems,
     present_choice,
     recomputations,
 )
-from mm.plan.distributions import DISTRIBUTIONS, mixed
-from mm.plan.flags import LayoutFlags
-from mm.plan.lists import Lists
-from mm.plan.search import LayoutSearch, Planned, SearchResult
 from mm.report import Report, Table
 
 _SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
@@ -51,10 +52,7 @@ _SHARDING_FLAGS = {"no_shard": (), "optim": ("--use-distributed-optimizer",),
 
 
 def write_layout(folder: Path, best: Planned, given: Run) -> str:
-    """Write model.json, data.json and layout.sh into ``folder``; returns instructions for using them.
-
-    The JSON files are those of ``given`` with nothing but the layout changed.
-    """
+    """Write ``given``'s JSON files with the best layout, and layout.sh, into ``folder``; returns how to use them."""
     run, folder = best.run, folder.absolute()
     if run.global_batch_size % (run.args.micro_batch_size * run.dp_size):
         raise UserError(f"--write: the training scripts need {run.global_batch_size} samples per step to be a multiple "
@@ -108,7 +106,7 @@ def _script(folder: Path, run: Run) -> str:
 
 
 NUM_SAMPLES = 20_000
-"""Samples drawn from the distributions of ``--lengths``."""
+"""Samples drawn for ``--lengths``."""
 NUM_STEPS = 4
 """Steps over which the layouts of the report are predicted."""
 MEMORY_SHARE = 0.92
@@ -169,8 +167,8 @@ def _planned(flags: LayoutFlags, training: Sequence[str]) -> _LayoutPlan:
             f"no layout is legal for --world-size {run.world_size} with {run.global_batch_size} samples per step"
             f"{f' and --fix {flags.fix}' if fixed else ''}: TP must divide heads and vocabulary, TP x CP x PP the "
             f"ranks, and DP x MBS the samples; change --world-size, --global-batch-size or --fix")
-    search, began = (LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, recomputations(fixed)),
-                     time.perf_counter())
+    search = LayoutSearch(run, calibrate, lengths, max_bytes, NUM_STEPS, recomputations(fixed))
+    began = time.perf_counter()
     found = search.best(legal, flags.top, encoder_batch_sizes=encoder_batch_sizes(fixed))
     seconds = time.perf_counter() - began
     if not found.ranking:
@@ -221,8 +219,8 @@ def _calibrations(
 
 def lengths_of(run: Run) -> HasLengths:
     """The lengths of the run's own samples; their index is made if there is none."""
-    gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
-    return Dataset(run.data, run.args.bad_sample == "skip", gauge, run.args.seed).columns
+    measure = Measure.from_config(run.data, run.model, run.args.seq_length)
+    return Dataset(run.data, run.args.bad_sample == "skip", measure, run.args.seed).columns
 
 
 def _drawn_lengths(words: str, run: Run) -> HasLengths:
@@ -319,7 +317,7 @@ def _advice(plan: _LayoutPlan, best: Planned) -> str:
     gain = plan.present.step.seconds / best.step.seconds
     if gain < _MIN_SPEEDUP:
         return f"keep the present layout: no layout that was found is more than {_MIN_SPEEDUP - 1:.0%} faster"
-    return (f"{seconds} instead of {plan.present.step.seconds:.3g} s, {gain:.2f} times as fast; --write DIR writes it")
+    return f"{seconds} instead of {plan.present.step.seconds:.3g} s, {gain:.2f} times as fast; --write DIR writes it"
 
 
 def _row(name: str, one: Planned, plan: _LayoutPlan) -> tuple[str, ...]:
@@ -333,3 +331,122 @@ def _row(name: str, one: Planned, plan: _LayoutPlan) -> tuple[str, ...]:
                              choice.micro_batch_size, choice.sampler, encoder, choice.recompute)),
             f"{step.seconds:.4g}", f"{low:.3g} .. {high:.3g}", f"{tokens:,.0f}", mfu, f"{max(0.0, step.bubble):.1%}",
             f"{one.peak_bytes / 2**30:.1f}")
+
+
+SEQ_LENGTH = 8192
+"""Default of the distributions below.  A longer sample loses text and whole images."""
+WINDOW = 8
+"""Patches along a window's side."""
+_MIN_TEXT = 50
+"""Tokens reserved for text: the system's message, the template around two turns, and a few words."""
+
+
+def llava(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """LLaVA-Instruct-158K on COCO pictures of at most 262,144 pixels, as MindSpeed-MM's script has it.
+
+    58 k conversations, 23 k descriptions and 77 k answers that reason, of 568, 233 and 271 tokens (from the bytes of
+    its JSON, at 3.8 a token); with pictures of about 315 tokens a mean of 691, where MindSpeed-MM's README says 689.
+    Three of four COCO pictures are 640 x 480 or upright.  The spread within a kind (log-normal, 0.35) is our guess.
+    """
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(3, num_samples, p=np.array([58, 23, 77]) / 158)
+    text = _log_normal(rng, np.array([568.0, 233.0, 271.0])[kind], 0.35)
+    height, width = rng.integers(333, 641, num_samples), rng.integers(500, 641, num_samples)
+    usual = rng.random(num_samples)
+    height, width = np.where(usual < 0.75, 480, height), np.where(usual < 0.75, 640, width)
+    upright = rng.random(num_samples) < 0.3
+    sides = np.where(upright, width, height).tolist(), np.where(upright, height, width).tolist()
+    grids = [[(1, *_patches(*side, 262_144))] for side in zip(*sides, strict=True)]
+    return _lengths(text, grids, 0.8, seq_length)
+
+
+def documents(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """Questions on scanned pages, charts and documents of several pages, pictures of at most 4,000,000 pixels.
+
+    Half is one letter page of 100 to 240 dpi, a quarter a chart or figure of 400 to 1,000 pixels a side, an eighth two
+    to eight pages at 70 to 110 dpi (MP-DocVQA has 48 k pages in 6 k documents), an eighth text.  The shares are ours.
+    """
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(4, num_samples, p=[0.5, 0.25, 0.125, 0.125])
+    text = np.where(kind == 3, _log_normal(rng, np.full(num_samples, 1200.0), 0.8), rng.integers(30, 201, num_samples))
+    media = []
+    for one in kind.tolist():
+        if one == 0:
+            dpi = rng.uniform(100, 240)
+            media.append([(1, *_patches(round(11 * dpi), round(8.5 * dpi), 4_000_000))])
+        elif one == 1:
+            height, width = rng.integers(400, 1001, 2).tolist()
+            media.append([(1, *_patches(height, width, 4_000_000))])
+        elif one == 2:
+            dpi = rng.uniform(70, 110)
+            media.append([(1, *_patches(round(11 * dpi), round(8.5 * dpi), 4_000_000))] * int(rng.integers(2, 9)))
+        else:
+            media.append([])
+    return _lengths(text, media, 0.3, seq_length)
+
+
+def videos(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """LLaVA-Video-178K, by MindSpeed-MM's settings: 2 frames a second, at most 128, frames of at most 65,536 pixels.
+
+    Videos last 3 to 180 s, 40 s on average; nine of ten are 16:9, the others upright.  Text: captions of several
+    hundred tokens for a quarter, answers of 30 to 150 for the rest; the shares are ours.
+    """
+    rng = np.random.default_rng(seed)
+    seconds = np.clip(_log_normal(rng, np.full(num_samples, 42.0), 0.75), 3, 180)
+    frames = np.clip(2 * seconds, 4, 128).astype(int)
+    text = np.where(rng.random(num_samples) < 0.25, _log_normal(rng, np.full(num_samples, 450.0), 0.5),
+                    rng.integers(30, 151, num_samples))  # fmt: skip
+    wide, tall = _patches(720, 1280, 65_536), _patches(1280, 720, 65_536)
+    is_wide = rng.random(num_samples) < 0.9
+    grids = [[(-(-count // 2), *(wide if one else tall))]
+             for count, one in zip(frames.tolist(), is_wide.tolist(), strict=True)]  # fmt: skip
+    return _lengths(text, grids, 0.5, seq_length)
+
+
+def text(num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """Conversations without images: log-normal lengths with a mean of 600 tokens, which is our choice."""
+    rng = np.random.default_rng(seed)
+    words = _log_normal(rng, np.full(num_samples, 600.0), 0.8)
+    return _lengths(words, [[]] * num_samples, 0.6, seq_length)
+
+
+def mixed(shares: Mapping[str, float], num_samples: int, seed: int = 0, seq_length: int = SEQ_LENGTH) -> Lengths:
+    """A shuffled mix of ``DISTRIBUTIONS``; ``shares`` need not add up to 1."""
+    rng, total = np.random.default_rng(seed), sum(shares.values())
+    drawn = [DISTRIBUTIONS[name](max(1, round(num_samples * share / total)), seed, seq_length)
+             for name, share in shares.items()]  # fmt: skip
+    order = rng.permutation(sum(map(len, drawn)))
+    return Lengths(*(np.concatenate([getattr(one, field.name) for one in drawn])[order] for field in fields(Lengths)))
+
+
+DISTRIBUTIONS = {"llava": llava, "documents": documents, "videos": videos, "text": text}
+
+
+def _log_normal(rng: np.random.Generator, means: np.ndarray, sigma: float) -> np.ndarray:
+    return np.maximum(5, rng.lognormal(np.log(means) - sigma**2 / 2, sigma)).astype(int)
+
+
+def _patches(height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    rows, columns = smart_resize(height, width, 28, 3136, max_pixels)
+    return rows // 14, columns // 14
+
+
+def _lengths(
+    text: np.ndarray, media: list[list[tuple[int, int, int]]], targets: float, seq_length: int
+) -> Lengths:
+    """``targets``: the share of the text that has a loss."""
+    rows = []
+    for words, grids in zip(text.tolist(), media, strict=True):
+        kept, left = [], seq_length - _MIN_TEXT
+        for grid in grids:
+            if math.prod(grid) // 4 + 2 <= left:
+                kept.append(grid)
+                left -= math.prod(grid) // 4 + 2
+        num_tokens = min(seq_length, seq_length - _MIN_TEXT - left + words)
+        rows.append((
+            num_tokens, int(min(words, num_tokens) * targets), len(kept), sum(map(math.prod, kept)),
+            sum(map(image_pairs, kept)), sum(window_pairs(grid, WINDOW) for grid in kept),
+        ))  # fmt: skip
+    tokens, num_targets, num_media, patches, full, windows = np.array(rows, dtype=np.int64).T
+    return Lengths(tokens.astype(np.int32), num_targets.astype(np.int32), num_media.astype(np.int32),
+                   patches.astype(np.int32), full, windows)  # fmt: skip

@@ -84,8 +84,7 @@ class Lists:
         return vision, language
 
     def moves(self) -> Iterator["Lists"]:
-        """Every legal pair of lists that differs in the slot of one layer; with many slots, only between slots at most
-        ``MAX_DISTANCE`` apart."""
+        """Every legal pair of lists that differs in the slot of one layer; with many slots, only to slots nearby."""
         most = self._num_slots if self._num_slots <= MANY_SLOTS else MAX_DISTANCE
         yield from self._moves(lambda giver, taker: 0 < abs(giver - taker) <= most)
 
@@ -117,7 +116,7 @@ class Lists:
 
     @property
     def num_possible(self) -> int:
-        """How many legal lists the same layers and slots have: the layers of both towers in a row, cut into slots."""
+        """How many legal lists the same layers and slots have."""
         return math.comb(self._num_layers + self._num_slots - 1, self._num_slots - 1)
 
     def possible(self) -> Iterator["Lists"]:
@@ -162,11 +161,10 @@ class Costs:
 
 
 def best_lists(start: Lists, of: Costs, is_even: bool = False) -> tuple[Lists, float]:
-    """The lists of least cost, and that cost.  If more than ``MAX_COMPARED`` are possible: lists that neither a move of
-    one layer nor a shift of an end improves.
+    """The lists of least cost that fit, or ``start``, and that cost.
 
-    Then it descends from ``start`` and, unless that ``is_even`` already, from the lists that load the stages most
-    evenly, which ``evened`` finds.  Lists that do not fit are never returned, except ``start``.
+    If more than ``MAX_COMPARED`` are possible, it descends from ``start`` and, unless that ``is_even`` already, from
+    the lists that load the stages most evenly.
     """
     if start.num_possible <= MAX_COMPARED:
         return _better(start, float(of.costs([start])[0]), list(start.possible()), of)
@@ -232,17 +230,11 @@ class RatedLists:
     peak_bytes: int
     """Memory of the fullest rank."""
 
-    @property
-    def utilisation(self) -> float:
-        """The share of the pipeline's time in which the mean stage works."""
-        return self.busy / self.seconds
-
 
 def rate_lists(
     run: Run, predictor: Predictor, workload: Workload, max_bytes: int | None
 ) -> tuple[RatedLists, RatedLists, float]:
-    """The lists of ``run`` and the best that were found, which may be the same; and the mean pipeline if stages and
-    microbatches were equal.  None sets no limit to the memory of a rank."""
+    """The lists of ``run``, the best found (maybe the same), and the mean pipeline of equal stages and microbatches."""
     present, memory = Lists.of(run.model), PeakMemory(run)
     searched = Workload(workload.steps[:_NUM_SEARCHED])
     with ongoing("searching for better lists"):

@@ -1,12 +1,8 @@
-"""What ``mm-plan calibrate`` measures on each rank: whole layers, the update, messages and sums.
+"""What ``mm-plan calibrate`` measures on each rank: whole layers, the update, messages, sums and copies from the host.
 
 Layers run in chunks of the trainer, forward and backward, through megatron's DDP and into its gradient buffers.  A
 probe is a model of the run's widths on seven stages: three have layers alone, and the others one more kind of block
 each, whose time is what remains beside the layer.
-
-Times messages, sums and copies between the ranks of this job and their hosts.
-
-Microbatches of stated sizes for measurements: random tokens and pixels, of which only the sizes matter.
 """
 
 import math
@@ -15,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -37,7 +33,6 @@ from mm.cost.calibration import (
     MeasuredBlock,
     Timed,
     fitted,
-    relative_errors,
     settings_of,
 )
 from mm.cost.costs import Cutting, block_keys
@@ -51,7 +46,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Journal
 from mm.parallel.megatron import ddp_config, optimizer_config, parallel_config
 from mm.parallel.mesh import Mesh
-from mm.parallel.pipeline.p2p import message_shape, piece_shape
+from mm.parallel.pipeline.p2p import message_shape, shard_shape
 from mm.parallel.zero import reduction
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import update
@@ -66,20 +61,21 @@ _COPIED_BYTES = 64 << 20
 def seconds_of(
     device: Device, mesh: Mesh, work: Callable[[], object] | None, num_repeats: int = _NUM_LINK_REPEATS
 ) -> float:
-    """The median of ``num_repeats`` calls of ``work`` that all ranks begin together, after one that warms up; the mean
-    of the ranks, except those whose ``work`` is None."""
-    seconds: list[float] = []
-    for _ in range(num_repeats + 1):
-        dist.barrier()
-        device.runtime.synchronize()
-        marks = [device.runtime.mark()]
-        if work is not None:
-            work()
-        marks.append(device.runtime.mark())
-        device.runtime.synchronize()
-        began, ended = device.runtime.seconds_of(marks)
-        seconds.append(ended - began)
+    """The median of ``num_repeats`` calls of ``work`` after a warm-up, averaged over the ranks that have any."""
+    seconds = [_elapsed(device, [work or (lambda: None)])[0] for _ in range(num_repeats + 1)]
     return mean_of_ranks(None if work is None else median(seconds[1:]), mesh)
+
+
+def _elapsed(device: Device, parts: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each of ``parts``, which all ranks begin together."""
+    dist.barrier()
+    device.runtime.synchronize()
+    events = [device.runtime.record_event()]
+    for part in parts:
+        part()
+        events.append(device.runtime.record_event())
+    device.runtime.synchronize()
+    return [after - before for before, after in pairwise(device.runtime.seconds_of(events))]
 
 
 def mean_of_ranks(seconds: float | None, mesh: Mesh) -> float:
@@ -197,24 +193,13 @@ _SlotTimes = Mapping[int, tuple[float, float]]
 """Seconds of a slot forward and backward, by the number of the microbatch."""
 
 
-@dataclass(frozen=True)
-class ProbeSizes:
-    """The largest microbatch of the run that will be predicted."""
-
-    num_tokens: int
-    num_patches: int
-
-
 def measure(
-    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], sizes: ProbeSizes,
+    device: Device, args: Arguments, model: ModelConfig, tp_sizes: Sequence[int], num_tokens: int, num_patches: int,
     num_rounds: int = NUM_ROUNDS,
 ) -> Calibration:  # fmt: skip
-    """Measure everything; every rank of the job calls it and gets the same result.
-
-    Whole encoders have the laws of one tensor-parallel rank.
-    """
-    model = replace(model, encoder_placement="cut")
-    microbatches = [random_microbatch(model, samples) for samples in _samples(model, sizes)]
+    """Measure everything up to a microbatch of this size; every rank of the job calls it and gets the same result."""
+    model = replace(model, encoder_placement="cut")  # whole encoders have the laws of one tensor-parallel rank
+    microbatches = [random_microbatch(model, samples) for samples in _samples(model, num_tokens, num_patches)]
     mesh = parallel.start(device, one_stage(model), tp_sizes[0])
     step, message, sums = _step_law(device, mesh, args, model), message_law(device, mesh), all_reduce_laws(device, mesh)
     host_bytes, found = host_bytes_per_second(device, mesh), dict[BlockKey, MeasuredBlock]()
@@ -241,9 +226,9 @@ def variants(model: ModelConfig) -> Iterator[ModelConfig]:
     yield from dict.fromkeys((own, trained, passed))
 
 
-def _samples(model: ModelConfig, sizes: ProbeSizes) -> list[list[tuple[Sequence[Grid], int]]]:
+def _samples(model: ModelConfig, tokens: int, patches: int) -> list[list[tuple[Sequence[Grid], int]]]:
     """Microbatches from small to large, in one sample and in several, with many patches and with none."""
-    tokens, patches, merge = sizes.num_tokens, sizes.num_patches, model.vision.spatial_merge_size
+    merge = model.vision.spatial_merge_size
 
     def sample(share: int) -> tuple[Sequence[Grid], int]:
         """With one image, a little wider than high."""
@@ -267,7 +252,8 @@ def law_and_error(rounds: Sequence[Mapping[int, float]], sizes: Mapping[int, tup
         return Law(0.0, 0.0), 0.0
     law = fitted(times)
     spread = median((max(seconds[number]) - min(seconds[number])) / 2 / middle for number, middle in usual.items())
-    return law, math.hypot(max(map(abs, relative_errors(law, times))), spread)
+    misfit = max(abs(law.seconds(one.rows, one.pairs) / one.seconds - 1) for one in times)
+    return law, math.hypot(misfit, spread)
 
 
 @dataclass(frozen=True)
@@ -315,7 +301,7 @@ class _Prober:
         """Build one slot, measure it with every microbatch, and free it."""
         mesh = replace(self.mesh, pp_rank=slot, pp_size=len(_VISION))
         settings = parallel_config(model, self.mesh, self.args.precision, self.args.sequence_parallel)
-        chunk = Chunk(model, 0, mesh, settings, self.device, "token", Journal(), self.device.runtime.side_queue())
+        chunk = Chunk(model, 0, mesh, settings, self.device, "token", Journal(), self.device.runtime.side_stream())
         generator = torch.Generator(self.device.torch_device).manual_seed(slot)
         with torch.no_grad():
             for parameter in chunk.parameters():
@@ -333,28 +319,28 @@ class _Prober:
         self, model: ModelConfig, chunk: Chunk, wrapped: DistributedDataParallel, microbatch: Microbatch
     ) -> Iterator[tuple[float, float]]:
         """Seconds of forward and backward, again and again; the first warms up."""
-        device, totals = self.device, BatchTotals.of([microbatch], model.vision)
-        received = self._received(model, chunk, microbatch)
-        reduction.begin([wrapped], device.kernels.overwrites)
-        while True:
-            dist.barrier()
-            device.runtime.synchronize()
-            marks = [device.runtime.mark()]
+        totals, received = BatchTotals.of([microbatch], model.vision), self._received(model, chunk, microbatch)
+        outputs: list[Any] = []
+        reduction.begin([wrapped], self.device.kernels.overwrites)
+
+        def forward() -> None:
             inputs = chunk.prepare(microbatch, totals)
             x = None if received is None else received.detach().requires_grad_(received.requires_grad)
-            output: Any = wrapped(inputs, x)
-            marks.append(device.runtime.mark())
+            outputs.append(wrapped(inputs, x))
+
+        def backward() -> None:
+            output = outputs.pop()
             if output.requires_grad:
                 torch.autograd.backward(output, None if chunk.spec.has_head else torch.ones_like(output))
-            marks.append(device.runtime.mark())
-            device.runtime.synchronize()
-            began, middle, ended = device.runtime.seconds_of(marks)
-            yield middle - began, ended - middle
+
+        while True:
+            forward_seconds, backward_seconds = _elapsed(self.device, (forward, backward))
+            yield forward_seconds, backward_seconds
 
     def _received(self, model: ModelConfig, chunk: Chunk, microbatch: Microbatch) -> Tensor | None:
         shape = message_shape(chunk.spec.receives, microbatch, model, self.mesh.context)
         if self.args.sequence_parallel:
-            shape = piece_shape(chunk.spec.receives, shape, model, self.mesh.tp_rank, self.mesh.tp_size)
+            shape = shard_shape(chunk.spec.receives, shape, model, self.mesh.tp_rank, self.mesh.tp_size)
         if shape is None:
             return None
         received = torch.randn(shape, dtype=chunk.config.params_dtype, device=self.device.torch_device)
@@ -362,8 +348,7 @@ class _Prober:
 
 
 def _step_law(device: Device, mesh: Mesh, args: Arguments, model: ModelConfig) -> Law:
-    """Seconds of the rest of a step besides its passes, by the trained parameters of one rank: clearing gradients,
-    their norm, and the update."""
+    """Seconds of a step besides its passes, by trained parameters of a rank: clearing gradients, norm and update."""
     times = []
     for count in _UPDATED_LAYERS:
         vision = replace(model.vision, num_layers=1, pipeline_num_layers=((1,),), fullatt_block_indexes=())

@@ -1,10 +1,6 @@
-"""The texts of ``mm-plan predict``, ``compare`` and ``lists``, and the timelines that they write.
-
-A predicted step as the timeline that ``--profile-pipeline`` would measure, and the parts of either.
-"""
+"""The texts of ``mm-plan predict``, ``compare`` and ``lists``, and the timeline of a predicted step."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -13,25 +9,30 @@ import numpy as np
 from mm.checkpoint.hf_config import differences
 from mm.config.run import Run
 from mm.cost.calibration import Calibration
-from mm.cost.model_states import stage_sizes
 from mm.cost.predict import Predictor, StepPrediction, mean_passes
+from mm.cost.stage_memory import stage_sizes
 from mm.cost.workload import Workload, counts_of
 from mm.errors import counted, refuse
 from mm.parallel.activity import Activity, Work
-from mm.parallel.order import TimedStep, as_costs, as_messages, simulate
+from mm.parallel.order import TimedStep, as_costs, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
-from mm.timeline.picture import measured_steps, write_timeline
-from mm.timeline.spans import COMPUTING, ActivitySpan, RankRecord, StepSettings, StepTimeline, extent, held, seconds_of
-
-_FORWARD, _BACKWARD = 0, 1
+from mm.timeline import (
+    COMPUTING,
+    ActivitySpan,
+    RankRecord,
+    StepSettings,
+    StepTimeline,
+    extent,
+    held,
+    measured_steps,
+    seconds_of,
+    write_timeline,
+)
 
 
 def predicted_timeline(predictor: Predictor, replicas: Sequence[np.ndarray], iteration: int) -> StepTimeline:
-    """One step with these microbatches of each replica, in the order in which they enter the pipeline.
-
-    The first rank of each stage of each replica stands for all: tensor- and context-parallel ranks do the same.
-    """
+    """One step with these microbatches of each replica, in pipeline order, on the first rank of each stage."""
     run, placement = predictor.run, predictor.run.model.placement()
     passes = [_passes(predictor, counts) for counts in replicas]
     end = max(steps[-1].end for _, timeline in passes for steps in timeline)
@@ -50,13 +51,12 @@ def predicted_timeline(predictor: Predictor, replicas: Sequence[np.ndarray], ite
 
 
 def _passes(predictor: Predictor, counts: np.ndarray) -> tuple[np.ndarray, list[list[TimedStep]]]:
-    """The passes of one replica: seconds of the ViT's and the LLM's blocks [2, direction, microbatch, slot], and what
-    each stage does and when."""
+    """The seconds of one replica's ViT and LLM [2, direction, microbatch, slot], and what each stage does when."""
     costs, placement = predictor.costs, predictor.run.model.placement()
     of_blocks, is_in = predictor.of_blocks(counts, placement), costs.slots_of([placement])[..., 0]
     towers = np.stack([np.tensordot(of_blocks * one, is_in, 1) for one in (costs.is_vision, ~costs.is_vision)])
     messages = predictor.messages(predictor.shared(counts), [placement])[..., 0]
-    return towers, simulate(as_costs(towers.sum(axis=0)), placement.num_stages, as_messages(messages))
+    return towers, simulate(as_costs(towers.sum(axis=0)), placement.num_stages, as_costs(messages))
 
 
 def _spans(towers: np.ndarray, steps: Sequence[TimedStep], stage: int, num_stages: int) -> Iterator[ActivitySpan]:
@@ -65,7 +65,7 @@ def _spans(towers: np.ndarray, steps: Sequence[TimedStep], stage: int, num_stage
     for step in steps:
         if step.start > now:
             yield ActivitySpan(Activity(Work.EXCHANGE, step.chunk, step.microbatch), now, step.start)
-        at = _FORWARD if step.is_forward else _BACKWARD, step.microbatch, step.chunk * num_stages + stage
+        at = int(not step.is_forward), step.microbatch, step.chunk * num_stages + stage
         vision, language = towers[(slice(None), *at)].tolist()
         pieces = [(Work.BACKWARD, vision + language)]
         if step.is_forward:
@@ -89,41 +89,22 @@ def _ending(own_end: float, end: float, reduction: float, update: float) -> Iter
         yield ActivitySpan(Activity(Work.UPDATE), end + reduction, end + reduction + update)
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """Seconds of one step of all ranks, predicted or measured; the four parts sum to it."""
+def step_parts(timeline: StepTimeline) -> dict[str, float]:
+    """Seconds of a step of all ranks, predicted or measured, by part.
 
-    data: float
-    """Waits for data before the first pass."""
-    pipeline: float
-    """From the first forward to the last backward of any rank, without the reductions in between."""
-    reduction: float
-    """After the last backward, and, if gradients are sharded, in the passes."""
-    update: float
-    """The update, with the clearing of gradients at the start of the step."""
-
-    @property
-    def seconds(self) -> float:
-        return self.data + self.pipeline + self.reduction + self.update
-
-
-def step_parts(timeline: StepTimeline) -> StepParts:
-    """The parts of ``timeline``."""
+    data: waits before the first pass.  pipeline: from the first forward to the last backward, without reductions in
+    between.  reduction: after it, and those in between.  update: with the clearing of gradients at the start.
+    """
     records = timeline.records
     (start, end), (first, last) = extent(records), extent(records, COMPUTING)
     begins = max(last, *(min((span.start for span in record.spans if span.activity.work in (
         Work.UPDATE, Work.UPDATE_WAIT)), default=last) for record in records))
     data = min(first - start, max(seconds_of(record.spans, {Work.DATA}) for record in records))
     # on each stage, count the rank that waits least for its peers
-    inside = max(min(_reducing(one.spans) for one in records if one.pp_rank == stage)
-                 for stage in {record.pp_rank for record in records})
-    return StepParts(data=data, pipeline=last - first - inside, reduction=begins - last + inside,
-                     update=end - begins + first - start - data)
-
-
-def _reducing(spans: Sequence[ActivitySpan]) -> float:
-    """Seconds of reductions inside backward passes."""
-    return seconds_of((one for one in spans if one.activity.microbatch is not None), {Work.REDUCTION})
+    inside = max(min(seconds_of((span for span in one.spans if span.activity.microbatch is not None), {Work.REDUCTION})
+                     for one in records if one.pp_rank == stage) for stage in {record.pp_rank for record in records})
+    return {"data": data, "pipeline": last - first - inside, "reduction": begins - last + inside,
+            "update": end - begins + first - start - data}
 
 
 _TIMELESS = ("rates", "init_method_std", "max_position_embeddings")
@@ -148,10 +129,7 @@ def prediction_report(run: Run, calibration: Calibration, workload: Workload, st
 
 
 def compared(predictor: Predictor, folder: Path, pictures: Path | None) -> str:
-    """Compare all measured steps in ``folder`` with their prediction, and draw both if ``pictures`` is given.
-
-    Raises UserError if there are no steps, or if they belong to another run.
-    """
+    """Compare the measured steps of this run in ``folder`` with their prediction; draw both in ``pictures``."""
     measured = measured_steps(folder)
     refuse(problem for one in measured for problem in _problems(folder / f"{one.name}.json", one, predictor.run))
     both = [(predicted_timeline(predictor, [counts_of(batch) for batch in one.microbatches], one.iteration), one)
@@ -163,9 +141,9 @@ def compared(predictor: Predictor, folder: Path, pictures: Path | None) -> str:
 def _comparison(steps: Sequence[tuple[StepTimeline, StepTimeline]]) -> str:
     """Seconds of the predicted and the measured steps, and of their parts, averaged over the steps."""
     predicted, measured = ([step_parts(one[side]) for one in steps] for side in range(2))
-    ours, theirs = (fmean(one.seconds for one in side) for side in (predicted, measured))
-    rows = tuple((name, *(f"{fmean(asdict(one)[name] for one in side):.4f}" for side in (predicted, measured)))
-                 for name in asdict(measured[0]))
+    ours, theirs = (fmean(sum(one.values()) for one in side) for side in (predicted, measured))
+    rows = tuple((name, *(f"{fmean(one[name] for one in side):.4f}" for side in (predicted, measured)))
+                 for name in measured[0])
     return Report(
         f"The prediction differs from the measured step by {ours / theirs - 1:+.1%}",
         (("Step", f"measured {theirs:.4g} s, predicted {ours:.4g} s"),
@@ -208,5 +186,5 @@ def lists_report(run: Run, present: RatedLists, best: RatedLists, even: float, h
 def _rated(name: str, one: RatedLists, has_times: bool) -> str:
     vision, language = one.lists.values()
     seconds = f"pipeline {one.seconds:.4g} s, " if has_times else ""
-    return (f"{name.ljust(9)} ViT {vision}, LLM {language}: {seconds}stages used {one.utilisation:.1%}, fullest rank "
-            f"{one.peak_bytes / 2**30:.2f} GiB")
+    return (f"{name.ljust(9)} ViT {vision}, LLM {language}: {seconds}stages used {one.busy / one.seconds:.1%}, fullest "
+            f"rank {one.peak_bytes / 2**30:.2f} GiB")

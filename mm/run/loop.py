@@ -1,9 +1,6 @@
 """One rank's training run: everything it needs is built in order, and then its loop goes over the steps.
 
-When a run stops before its last step: after a signal, or at ``--exit-duration-in-mins``.
-
-All ranks stop after the same step.  Each adds its votes to the numbers that the update sums over all ranks anyway, so
-the agreement costs no message: a signal that reaches one rank is enough, and clocks may differ.
+The classes below the trainer say when a run stops before its last step.
 """
 
 import time
@@ -15,11 +12,11 @@ from mm.batch import StepPlan
 from mm.config.flag_rules import asks
 from mm.config.run import Run
 from mm.console import ongoing
-from mm.data.loader.feature_writer import FeatureKeeper, vision_fingerprint
+from mm.data.loader.feature_writer import FeatureWriter, vision_fingerprint
 from mm.device.device import Device
 from mm.errors import AgreedError, Stopped
 from mm.lock import Claim
-from mm.model.layers.dropout import seed_of
+from mm.model.layers.lora_linear import seed_of
 from mm.model.stage import Stage
 from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
@@ -28,72 +25,15 @@ from mm.parallel.mesh import Mesh
 from mm.process import STOPPING, StopSignals, shown, status_after
 from mm.run.checkpoint.disks import find_disks
 from mm.run.checkpoint.save import Saver
-from mm.run.feed import Feed, open_feed
-from mm.run.optim.update import Ballot
+from mm.run.optim.update import votes_on
 from mm.run.progress import StepResult, say_on_last_rank
 from mm.run.sources import Checked
-from mm.run.start import exportable, of_first_rank, open_sources, start
+from mm.run.start import Feed, decided_by_first_rank, exportable, open_feed, open_sources, start
 from mm.run.step import step
 from mm.run.validation import QuestionSet, Validator
-from mm.run.watch.recorder import Profile, Timers
-from mm.run.watch.reporter import Reporter
+from mm.run.watch.metrics import Reporter
 from mm.run.watch.step_timing import StepTiming
-from mm.run.watch.watcher import Watch, Watcher
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A reason to stop after a step."""
-
-    cause: str
-    """What the user or the scheduler did."""
-    status: int
-    """Exit status of the run."""
-
-
-_STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), Stop("--exit-duration-in-mins", 0))
-"""One vote for each."""
-
-
-class Stopping:
-    """This rank's votes on whether to stop, and what all ranks have decided."""
-
-    def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
-        """``saves``: a stop after a step saves a checkpoint; otherwise a signal ends the run within a step."""
-        self.stop: Stop | None = None
-        """Why the run stops; the same on all ranks."""
-        self._signals, self._saves = signals, saves
-        self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
-
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Guard the steps: a signal waits for the end of a step.
-
-        If one came too late for this run's last step to see it, Stopped is raised at the end.
-        """
-        if not self._saves:
-            yield
-            return
-        with self._signals.deferred():
-            yield
-        if self.stop is None and self._signals.received is not None:
-            raise Stopped(self._signals.received)
-
-    def votes(self) -> list[bool]:
-        """This rank's votes."""
-        has_signal = [self._signals.received == number for number in STOPPING]
-        return [*has_signal, self._until is not None and time.monotonic() >= self._until]
-
-    def decide(self, sums: Sequence[float]) -> None:
-        """Set ``stop`` from the votes of all ranks, summed."""
-        self.stop = next((stop for stop, count in zip(_STOPS, sums, strict=True) if count), None)
-
-
-def stop_text(stop: Stop, iteration: int, train_iters: int, save: str | None) -> str:
-    """Where the run has stopped, and how to go on."""
-    kept = "nothing is kept, because there is no --save" if save is None else f"continue from it with --load {save}"
-    return f"stopped by {stop.cause} after iteration {iteration} of {train_iters}: {kept}"
-
+from mm.run.watch.watcher import Profile, Timers, Watch, Watcher
 
 _FIRST_STEP = "the first step, in which kernels are compiled and the data workers start"
 
@@ -113,25 +53,23 @@ class Trainer:
         - ``signals``: what may stop the run after a step; None: nothing
         """
         self.mesh, self._watchdog, self._say = mesh, watchdog, say_on_last_rank(mesh)
-        self.run, schedule, checkpoint = of_first_rank(run, checked, mesh)
+        self.run, self._schedule, checkpoint = decided_by_first_rank(run, checked, mesh)
         self.samples, self._opened_questions = (checked.samples, checked.questions) if checked else (None, None)
-        run, args, self._schedule = self.run, self.run.args, schedule
+        run, args = self.run, self.run.args
         disks = find_disks(args, mesh)
         sources = open_sources(run, checked, checkpoint, mesh, disks, self._say)
         stage = Stage(run.model, mesh, args.precision, device, args.loss_unit, run.num_pieces > 1, args.shards_weights)
-        self.setup, self.progress = start(run, schedule, sources, stage, mesh, self._say)
+        self.setup, self.progress = start(run, self._schedule, sources, stage, mesh, self._say)
         watchdog.follow(stage.journal, self.setup.communicator)
         with ongoing("the checksum of the ViT", args.vision_feature_cache is not None and mesh.rank == 0):
             self.fingerprint = None if args.vision_feature_cache is None else vision_fingerprint(stage, mesh)
-        self.reporter = Reporter(run, self.setup, schedule, self.progress.iteration, self._say)
+        self.reporter = Reporter(run, self.setup, self._schedule, self.progress.iteration, self._say)
         self.saver = Saver(run, self.setup, claim or Claim(), self._say, watchdog.phase, disks, self.progress.iteration,
                            exportable(run, sources))
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
-        self._ballot = Ballot(device)
-        self._ended_early = False
 
     def run_steps(self) -> None:
-        """Train until ``--train-iters``, ``--exit-interval``, an early stop, or a reason in ``stopping.py``."""
+        """Train until ``--train-iters`` or ``--exit-interval``, an early stop, a signal, or the end of the time."""
         first, last = self.progress.iteration + 1, self._last_iteration()
         if first > last:
             self._say(f"the checkpoint is at iteration {last} of {self.run.args.train_iters}: nothing to train")
@@ -139,38 +77,36 @@ class Trainer:
         is_open = self.samples is not None  # else the index of the samples shows its own progress
         with self._watchdog.phase("data"), ongoing("opening the data", is_open and self.mesh.rank == 0):
             questions, watch = self._questions(first, last), self._watch(first, last)
-            feed, keeper = self.feed(last - first + 1), self._keeper()
-            validator = self._validator(feed)
+            feed, feature_writer = self.feed(last - first + 1), self._feature_writer()
+            validator = Validator(self.run.args, self.setup, self._watchdog, feed, self.reporter, self._say)
+            self.progress = validator.begin(replace(self.progress, data=feed.trained_on))
         with watch.watching(), self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
                 if self._is_over:
                     break
                 watch.before(iteration)
                 with ongoing(_FIRST_STEP, iteration == first and self.mesh.rank == 0):
-                    plan, result = self._step(iteration, feed, keeper)
+                    plan, result = self._step(iteration, feed, feature_writer)
                 epoch = feed.epoch(self.progress.consumed_samples)
                 self.reporter.report_step(
                     watch.after(self.progress, plan, result, epoch, feed.plans.own_wait_seconds))
                 with watch.paused():
                     self.saver.finish(num_writing=result.votes[-1])
-                    self.progress = replace(self.progress, best=validator.after(self.progress))
-                    self._ended_early = validator.ends(self.progress.best)
+                    self.progress = validator.after(self.progress)
                     if questions is not None:
                         questions.after(self.progress)
                     self.saver.after(self.progress, is_last=iteration == last or self._is_over)
         watch.close(self.progress.iteration)
         feed.plans.close()  # after an error nothing waits, because threads of other ranks may be gone
-        if keeper is not None:
-            keeper.close()
-        args, best = self.run.args, self.progress.best
-        if self.stop is not None:
-            self._say(stop_text(self.stop, self.progress.iteration, args.train_iters, args.save))
-        elif self._ended_early:
-            self._say(f"stopped early after iteration {self.progress.iteration} of {args.train_iters}: the last "
-                      f"{best.num_since} validations had no lower loss than iteration {best.iteration} "
-                      f"(--early-stopping-patience {args.early_stopping_patience})")
+        if feature_writer is not None:
+            feature_writer.close()
+        if self._is_over:
+            save = self.run.args.save
+            kept = "nothing is kept, because there is no --save" if save is None else (
+                f"continue from it with --load {save}")
+            self._say(self._how_it_ends() + (f": {kept}" if self.stop is not None else ""))
 
-    def _step(self, iteration: int, feed: Feed, keeper: FeatureKeeper | None) -> tuple[StepPlan, StepResult]:
+    def _step(self, iteration: int, feed: Feed, feature_writer: FeatureWriter | None) -> tuple[StepPlan, StepResult]:
         """Train one step, and advance ``progress`` to ``iteration``."""
         args, recent, journal = self.run.args, self.progress.recent, self.setup.stage.journal
         with self._watchdog.step(iteration):
@@ -181,7 +117,7 @@ class Trainer:
             try:
                 lr = self._schedule.at(self.progress.consumed_samples)
                 max_norm = None if args.skip_bad_steps is None else recent.max_norm(args.spike_factor)
-                votes = self._ballot.of([*self._stopping.votes(), self.saver.is_writing])
+                votes = votes_on(self.setup.stage.device, [*self._stopping.votes(), self.saver.is_writing])
                 result = step(self.setup, plan, lr, votes, max_norm)
                 self.reporter.report_spike(iteration, plan, result, recent.spike(result, args.spike_factor))
                 recent = recent.after(result, args.skip_bad_steps or 0)
@@ -190,18 +126,13 @@ class Trainer:
             self._stopping.decide(result.votes[:-1])
             consumed = self.progress.consumed_samples + self.run.global_batch_size
             self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed, recent=recent)
-            if keeper is not None:
-                keeper.keep(self.setup.stage.take_features())
+            if feature_writer is not None:
+                feature_writer.enqueue(self.setup.stage.take_features())
         return plan, result
-
-    @property
-    def stop(self) -> Stop | None:
-        """Why ``run_steps`` has stopped before its last step; None if it has not."""
-        return self._stopping.stop
 
     def export(self) -> None:
         """Write the model in Hugging Face format if requested, unless the run is unfinished or was asked to stop."""
-        has_ended = self._ended_early or self.progress.iteration >= self.run.args.train_iters
+        has_ended = self._has_ended_early or self.progress.iteration >= self.run.args.train_iters
         self.saver.export(self.progress, has_ended and self.stop is None)
 
     def close(self) -> None:
@@ -209,14 +140,20 @@ class Trainer:
         self.reporter.close(self.progress.iteration, self._how_it_ends())
         parallel.stop()
 
-    def feed(self, num_steps: int) -> Feed:
-        """Open the data for the next ``num_steps`` steps."""
-        return open_feed(
-            self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self.samples)
+    @property
+    def stop(self) -> "Stop | None":
+        """Why ``run_steps`` has stopped before its last step; None if it has not."""
+        return self._stopping.stop
+
+    @property
+    def _has_ended_early(self) -> bool:
+        """Whether ``--early-stopping-patience`` ends the run; the same on every rank, because losses are."""
+        patience = self.run.args.early_stopping_patience
+        return patience is not None and self.progress.best.num_since >= patience
 
     @property
     def _is_over(self) -> bool:
-        return self._ended_early or self.stop is not None
+        return self._has_ended_early or self.stop is not None
 
     def _last_iteration(self) -> int:
         """The last step of this launch: ``--train-iters``, or an earlier multiple of ``--exit-interval``."""
@@ -226,9 +163,15 @@ class Trainer:
         interval = args.exit_interval
         return args.train_iters if interval is None else min(args.train_iters, (first // interval + 1) * interval)
 
+    def feed(self, num_steps: int) -> Feed:
+        """Open the data for the next ``num_steps`` steps."""
+        return open_feed(
+            self.run, self.mesh, self.setup.stage, self.progress, num_steps, self.fingerprint, self.samples)
+
     def _watch(self, first: int, last: int) -> Watch:
         args, stage = self.run.args, self.setup.stage
-        timing = StepTiming(self.mesh, stage.device, args.log_interval, args.slow_rank_share)
+        timing = StepTiming(self.mesh, stage.device, args.log_interval, args.slow_rank_share,
+                            args.log_style == "megatron")
         watchers: list[Watcher] = [timing, Timers(args, stage, self.mesh, self._say)]
         if args.profile:
             watchers.append(Profile(args, stage.device, self.mesh.rank, first, last, self._say))
@@ -240,27 +183,72 @@ class Trainer:
         return QuestionSet(self.run, self.setup, self._watchdog.phase, self._opened_questions,
                            self.reporter) if is_asked else None
 
-    def _keeper(self) -> FeatureKeeper | None:
+    def _feature_writer(self) -> FeatureWriter | None:
         """The writer of the ViT feature cache, on ranks that have ViT features; else None."""
         args, mesh = self.run.args, self.mesh
         if args.vision_feature_cache is None or not self.setup.stage.gives_features:
             return None
         gib = args.vision_feature_cache_gib
         max_bytes = None if gib is None else int(gib * 2**30)
-        return FeatureKeeper(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.context.num_encoders)
-
-    def _validator(self, feed: Feed) -> Validator:
-        validator = Validator(self.run.args, self.setup, self._watchdog, feed.validation, feed.plans, self.reporter,
-                              self._say)
-        self.progress = replace(self.progress, data=feed.trained_on, best=validator.begin(self.progress.best))
-        self._ended_early = validator.ends(self.progress.best)
-        return validator
+        return FeatureWriter(args.vision_feature_cache, mesh.rank, max_bytes, mesh.dp_size * mesh.context.num_encoders)
 
     def _how_it_ends(self) -> str:
-        iteration, total = self.progress.iteration, self.run.args.train_iters
+        args, best = self.run.args, self.progress.best
+        place = f"after iteration {self.progress.iteration} of {args.train_iters}"
         if self.stop is not None:
-            return f"stopped by {self.stop.cause} after step {iteration:,} of {total:,}"
-        if self._ended_early:
-            return f"stopped early after step {iteration:,} of {total:,}: no lower validation loss"
-        return f"all {total:,} steps are done" if iteration >= total else (
-            f"stopped by --exit-interval after step {iteration:,} of {total:,}")
+            return f"stopped by {self.stop.cause} {place}"
+        if self._has_ended_early:
+            return (f"stopped early {place}: the last {best.num_since} validations had no lower loss than iteration "
+                    f"{best.iteration} (--early-stopping-patience {args.early_stopping_patience})")
+        return f"all {args.train_iters} iterations are done" if self.progress.iteration >= args.train_iters else (
+            f"stopped by --exit-interval {place}")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to stop after a step."""
+
+    cause: str
+    """What the user or the scheduler did."""
+    status: int
+    """Exit status of the run."""
+
+
+_STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), Stop("--exit-duration-in-mins", 0))
+"""One vote for each."""
+
+
+class Stopping:
+    """This rank's votes on whether to stop, and what all ranks have decided.
+
+    All ranks stop after the same step.  The update sums their votes with numbers that it sums anyway, so the agreement
+    costs no message: a signal that reaches one rank is enough, and clocks may differ.
+    """
+
+    def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
+        """``saves``: a stop after a step saves a checkpoint; otherwise a signal ends the run within a step."""
+        self.stop: Stop | None = None
+        """Why the run stops; the same on all ranks."""
+        self._signals, self._saves = signals, saves
+        self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Guard the steps: a signal waits for the end of a step.  If one came too late for this run's last step to see
+        it, Stopped is raised at the end."""
+        if not self._saves:
+            yield
+            return
+        with self._signals.deferred():
+            yield
+        if self.stop is None and self._signals.received is not None:
+            raise Stopped(self._signals.received)
+
+    def votes(self) -> list[bool]:
+        """This rank's votes."""
+        has_signal = [self._signals.received == number for number in STOPPING]
+        return [*has_signal, self._until is not None and time.monotonic() >= self._until]
+
+    def decide(self, sums: Sequence[float]) -> None:
+        """Set ``stop`` from the votes of all ranks, summed."""
+        self.stop = next((stop for stop, count in zip(_STOPS, sums, strict=True) if count), None)

@@ -9,22 +9,21 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mm.checkpoint.adapters import base_notes, check_base, holds_adapters
 from mm.checkpoint.convert import check_target
+from mm.checkpoint.directories import LATEST_FILE
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import hf_problems
-from mm.checkpoint.merge_lora import base_notes, check_base, holds_adapters
-from mm.checkpoint.saved_steps import LATEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name
-from mm.config.data import training_files, validation_files
+from mm.config.data import dataset_files
 from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import step_problems
 from mm.config.run import Run
 from mm.console import Progress
-from mm.data.encode.encoder import image_processor
-from mm.data.index.dataset import Dataset, Split, datasets, notes_of
-from mm.data.index.fingerprint import TrainedOn
-from mm.data.index.measure import Gauge
+from mm.data.encode import image_processor
+from mm.data.index.dataset import Dataset, Split, TrainedOn, datasets, notes_of
+from mm.data.index.index import Measure
 from mm.data.loader.quarantine import too_many_bad
 from mm.data.sample import Image
 from mm.data.sampler.sampler import order_description
@@ -33,10 +32,9 @@ from mm.files import folder_problems
 from mm.generation.prompts import encoder_for_prompts
 from mm.run.schedule import scheduled, with_steps
 from mm.run.sources import Checked, Questions, Samples, Sources, open_start, save_problems
-from mm.run.watch.metrics import tracker_problems
+from mm.run.watch.trackers import tracker_problems
 from mm.scoring.questions import read_items
-from mm.weights.adapters import adapter_problems
-from mm.weights.trained import feature_cache_problems, freeze_problems, group_problems, lacks_adapters
+from mm.weights.trained import adapter_problems, feature_cache_problems, freeze_problems, group_problems, lacks_adapters
 
 _NUM_COMPARED = 100
 """Number of samples whose image sizes are compared for the note."""
@@ -50,22 +48,22 @@ def check(run: Run) -> Checked:
     the headers of images, but decodes those of questions, because one that fails later would end the training.
     """
     start_problems, encoder_problems, sample_problems, question_problems = (list[str]() for _ in range(4))
-    checked, gauge = Checked(run), None
+    checked, measure = Checked(run), None
     with collected(start_problems):
         if _can_open_start(run):
             checked.sources = open_start(run)
     with collected(encoder_problems):
         if os.path.isdir(run.data.model_name_or_path):
-            gauge = Gauge.from_config(run.data, run.model, run.args.seq_length)
+            measure = Measure.from_config(run.data, run.model, run.args.seq_length)
     sample_notes = list[str]()
-    splits = _sample_splits(run, gauge, checked.sources, sample_problems, sample_notes)
-    if gauge is not None and "training" in splits:
-        checked.samples = Samples(gauge, splits)
+    splits = _sample_splits(run, measure, checked.sources, sample_problems, sample_notes)
+    if measure is not None and "training" in splits:
+        checked.samples = Samples(measure, splits)
         _count_steps(checked, splits["training"], sample_problems, sample_notes)
     checked.problems += _file_problems(checked, start_problems, encoder_problems)
     checked.problems += sample_problems
     checked.notes += sample_notes
-    checked.questions = _open_questions(run, gauge, question_problems, checked.notes)
+    checked.questions = _open_questions(run, measure, question_problems, checked.notes)
     checked.problems += question_problems
     return checked
 
@@ -89,10 +87,8 @@ def _can_open_start(run: Run) -> bool:
 
 
 def _file_problems(checked: Checked, start_problems: list[str], encoder_problems: list[str]) -> list[str]:
-    """Problems of weights, tokenizer, processor, output directories, and patterns of weight names.
-
-    ``start_problems`` and ``encoder_problems`` were found while opening the weights, and tokenizer and processor.
-    """
+    """Problems of weights, tokenizer, processor, output directories, and patterns of weight names.  ``start_problems``
+    and ``encoder_problems`` were found while opening the weights, and tokenizer and processor."""
     run, sources = checked.run, checked.sources
     args, base = run.args, run.data.model_name_or_path
     problems = list(_other_models(run, sources))
@@ -128,10 +124,8 @@ def _other_models(run: Run, sources: Sources | None) -> Iterator[str]:
 
 
 def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> None:
-    """Compare what the run starts from with the settings, and decide its learning-rate schedule.
-
-    Raises UserError for another base model or schedule.
-    """
+    """Compare what the run starts from with the settings, and decide its learning-rate schedule.  Raises UserError for
+    another base model or schedule."""
     run = checked.run
     if sources.adapters is not None and sources.model is not None:
         checked.notes.extend(base_notes(sources.adapters, sources.model))
@@ -144,16 +138,13 @@ def _check_start(checked: Checked, sources: Sources, problems: list[str]) -> Non
 
 
 def _sample_splits(
-    run: Run, gauge: Gauge | None, sources: Sources | None, problems: list[str], notes: list[str]
+    run: Run, measure: Measure | None, sources: Sources | None, problems: list[str], notes: list[str]
 ) -> Mapping[Split, Dataset]:
-    """Open and check the samples for training and validation.
-
-    A resumed run must have the samples of its checkpoint.  Without ``gauge``, because tokenizer or processor cannot be
-    read, only the form of the records is checked.
-    """
+    """Open and check the samples for training and validation.  A resumed run must have the samples of its checkpoint.
+    Without ``measure``, because tokenizer or processor cannot be read, only the form of the records is checked."""
     if not _has_samples(run):
         return {}
-    splits = datasets(run.data, problems, run.args.bad_sample == "skip", gauge, run.args.seed)
+    splits = datasets(run.data, problems, run.args.bad_sample == "skip", measure, run.args.seed)
     notes += [*notes_of(splits), *_bad_notes(run, splits, problems)]
     if (dataset := splits.get("training")) is None:
         return splits
@@ -161,8 +152,8 @@ def _sample_splits(
         if len(dataset) < run.global_batch_size:
             notes.append(f"there are only {counted(len(dataset), 'sample')} for the {run.global_batch_size} of one "
                          f"step: each step repeats some")
-        if gauge is not None:
-            notes += [*_image_notes(run, dataset, gauge), *_data_notes(run, dataset, sources)]
+        if measure is not None:
+            notes += [*_image_notes(run, dataset, measure), *_data_notes(run, dataset, sources)]
     return splits
 
 
@@ -179,11 +170,9 @@ def _bad_notes(run: Run, splits: Mapping[Split, Dataset], problems: list[str]) -
                             f"first: {dataset.skipped[0].message()}")
 
 
-def _open_questions(run: Run, gauge: Gauge | None, problems: list[str], notes: list[str]) -> Questions | None:
-    """Open and encode the questions for the model in training, with their images.
-
-    Without ``gauge``, because tokenizer or processor cannot be read, only the file of questions is checked.
-    """
+def _open_questions(run: Run, measure: Measure | None, problems: list[str], notes: list[str]) -> Questions | None:
+    """Open and encode the questions for the model in training, with their images.  Without ``measure``, as tokenizer
+    or processor cannot be read, only the file of questions is checked."""
     path = run.args.eval_generate_questions
     if path is None or not os.path.isfile(path) or not os.path.isdir(run.data.model_name_or_path):
         return None
@@ -191,10 +180,10 @@ def _open_questions(run: Run, gauge: Gauge | None, problems: list[str], notes: l
     with collected(problems):
         items = read_items(asked)
         notes.extend(items.notes)
-        if gauge is None:
+        if measure is None:
             return None
         assert asked.asking.media_config(run.data.model_name_or_path) == run.data, "one encoder suits both"
-        encoder = encoder_for_prompts(gauge.encoder, run.model)
+        encoder = encoder_for_prompts(measure.encoder, run.model)
         shown = Progress("checking questions", len(items.items), "questions")
         for item in shown.each(items.items):
             with collected(problems):
@@ -207,8 +196,8 @@ def _has_samples(run: Run) -> bool:
     """Whether all files and directories that the samples need exist."""
     missing: list[str] = []
     with collected(missing):
-        training_files(run.data)
-        validation_files(run.data)
+        dataset_files(run.data, "dataset")
+        dataset_files(run.data, "val_dataset")
     return not missing and all(os.path.isdir(path) for path in (run.data.dataset_dir, run.data.model_name_or_path))
 
 
@@ -219,17 +208,17 @@ def _data_notes(run: Run, dataset: Dataset, sources: Sources | None) -> list[str
     data = trained and trained.manifest and trained.manifest.data
     if trained is None or data is None or run.args.finetune:
         return []
-    then, now = TrainedOn.from_json(data, trained.path), dataset.contents()
+    then, now = TrainedOn.from_json(data, trained.path), dataset.fingerprints()
     then.followed_by(now, order_description(run), 0, run.args.allow_new_data)
     return [f"--allow-new-data: {change}; training goes on with the first sample"
             for change in then.changes(now, order_description(run))]
 
 
-def _image_notes(run: Run, dataset: Dataset, gauge: Gauge) -> list[str]:
+def _image_notes(run: Run, dataset: Dataset, measure: Measure) -> list[str]:
     """A note on the first image that LLaMA-Factory, and so MindSpeed-MM, would resize to another size."""
     if run.data.image_resize is not None:
         return []
-    processors = gauge.encoder.images, image_processor(run.data, "llamafactory")
+    processors = measure.encoder.images, image_processor(run.data, "llamafactory")
     for index in range(min(len(dataset), _NUM_COMPARED)):
         for path in (item.path for item in dataset[index].media if isinstance(item, Image)):
             here, there = (math.prod(images.plan(path).grid) // images.merge_size**2 for images in processors)
@@ -253,9 +242,7 @@ def _only_exports(run: Run, sources: Sources | None) -> bool:
 
 def _export_problems(run: Run, base: Path, target: Path, flag: str, may_exist: bool) -> list[str]:
     """Problems with the base of the export, unless ``--load`` is the same directory, and with ``target``.
-
-    ``may_exist``: the export itself compares an existing target with the weights, and leaves an identical one alone.
-    """
+    ``may_exist``: the export itself compares an existing target with the weights, and leaves an identical one alone."""
     problems: list[str] = []
     resolved = base.resolve()
     if run.args.load is None or Path(run.args.load).resolve() != resolved:

@@ -1,4 +1,4 @@
-"""How far a training has come: what a checkpoint restores besides the weights, and how a run speaks to the user.
+"""How far a training has come: what a checkpoint restores besides the weights.
 
 Everything here is computed from numbers that are equal on all ranks, so all ranks decide alike.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import TrainedOn
 from mm.errors import AgreedError, printable
 from mm.parallel.mesh import Mesh
 from mm.run.schedule import Schedule

@@ -15,11 +15,10 @@ from packaging.version import Version
 
 from mm.config.run import Run
 from mm.cost.layer_memory import WIDTHS
-from mm.cost.model_states import stage_sizes
-from mm.cost.stage_memory import activation_bytes_on_host
+from mm.cost.stage_memory import activation_bytes_on_host, stage_sizes
 from mm.device.device import PLATFORMS, installed_versions
 from mm.device.platform import MachineFinding
-from mm.environment import Launched, declared, installed, is_outside
+from mm.environment import Launched, declared
 from mm.errors import counted
 from mm.process import open_file_limit
 
@@ -40,7 +39,7 @@ class Node:
     first_rank: int
     num_ranks: int
     open_files: int
-    """Limit per process."""
+    """Hard limit per process; a process raises its soft limit to that itself."""
     shared_bytes: int | None
     """Free bytes in /dev/shm; None if it does not exist."""
     host_bytes: int
@@ -51,14 +50,9 @@ class Node:
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> "Node":
         launched = Launched.here(environment)
-        return cls(
-            first_rank=launched.rank - launched.local_rank,
-            num_ranks=launched.num_local_ranks or 1,
-            open_files=open_file_limit(),
-            shared_bytes=psutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None,
-            host_bytes=min((psutil.virtual_memory().available, *_container_bytes())),
-            versions=installed_versions(),
-        )
+        shared_bytes = psutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None
+        return cls(launched.rank - launched.local_rank, launched.num_local_ranks or 1, open_file_limit(), shared_bytes,
+                   min((psutil.virtual_memory().available, *_container_bytes())), installed_versions())
 
 
 def node_problems(run: Run, node: Node, notes: list[str]) -> list[str]:
@@ -77,13 +71,14 @@ def has_lazy_gloo(torch_version: str | None) -> bool:
 def _open_files(run: Run, node: Node) -> Iterator[MachineFinding]:
     """gloo connects a rank to all others of a group, or if it is lazy to log N; the largest are all ranks and the
     owners of data."""
-    is_lazy = has_lazy_gloo(installed("torch")) and os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
+    is_lazy = has_lazy_gloo(node.versions.get("torch")) and os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
     least = sum(size.bit_length() if is_lazy else size for size in (run.world_size, run.dp_size) if size > 1)
     wanted = least + FILES_OF_A_RANK
     if node.open_files < wanted and run.world_size > 1:
         yield node.open_files < least, (
             f"a process may open {node.open_files:,} files, but one of {run.world_size:,} ranks needs about "
-            f"{wanted:,}: run `ulimit -n {wanted}` before the launcher, or docker run with `--ulimit nofile={wanted}`")
+            f"{wanted:,}: let root raise the hard limit to {wanted} (nofile in /etc/security/limits.conf), or use "
+            f"`docker run --ulimit nofile={wanted}`")
 
 
 def microbatch_pixel_bytes(run: Run) -> int:
@@ -160,7 +155,7 @@ def _copy_bytes(run: Run, node: Node) -> int:
 def _versions(node: Node) -> Iterator[MachineFinding]:
     for requirement in declared():
         version = node.versions.get(requirement.name)
-        if version is not None and is_outside(requirement, version):
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
             yield False, (f"{requirement.name} {version} is outside the tested range, {requirement.specifier}: "
                           f"`python -m pip install '{requirement.name}{requirement.specifier}'`")
     for platform in PLATFORMS:

@@ -16,8 +16,7 @@ from mm.checkpoint.source import Source
 from mm.config.model import Rates
 from mm.config.run import Run
 from mm.config.schema import NotNegative
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.sampler.sampler import order_description
 from mm.errors import UserError
 
@@ -27,16 +26,14 @@ OVERRIDE, USE_CHECKPOINT = "--override-opt_param-scheduler", "--use-checkpoint-o
 
 
 def consumed_by(source: Source, run: Run) -> int:
-    """Samples consumed by the training that wrote ``source``; if unknown, those of as many steps of ``run``."""
+    """Samples that the training of ``source`` consumed; if unknown, those of as many steps of ``run``."""
     assert source.iteration is not None, "a training wrote it"
     return source.iteration * run.global_batch_size if source.consumed_samples is None else source.consumed_samples
 
 
 def with_steps(run: Run, trained: Source | None, dataset: Dataset, notes: list[str]) -> Run:
-    """``run`` with the number of steps that its ``--num-train-epochs`` take, and a note on it.
-
-    ``trained``: the weights that the run continues from.  Raises UserError if the data changed and may not.
-    """
+    """``run``, which may continue from ``trained``, with the number of steps of its ``--num-train-epochs``, and a note.
+    Raises UserError if the data changed and may not."""
     epochs = run.args.num_train_epochs
     assert epochs is not None, "the run has epochs"
     iteration = consumed = began_at = 0
@@ -44,7 +41,7 @@ def with_steps(run: Run, trained: Source | None, dataset: Dataset, notes: list[s
         iteration, consumed = trained.iteration, consumed_by(trained, run)
         if (data := trained.manifest and trained.manifest.data) is not None:
             began_at = TrainedOn.from_json(data, trained.path).followed_by(
-                dataset.contents(), order_description(run), consumed, run.args.allow_new_data).began_at
+                dataset.fingerprints(), order_description(run), consumed, run.args.allow_new_data).began_at
     num_steps = num_steps_of(epochs, len(dataset), run.global_batch_size, iteration, consumed, began_at)
     notes.append(f"--num-train-epochs {epochs:g}: {epochs:g} x {len(dataset)} training samples in steps of "
                  f"{run.global_batch_size} make {num_steps} iterations")
@@ -112,13 +109,8 @@ class Schedule:
         """The schedule from the run's settings."""
         args, model = run.args, run.model
         learning_rate = LearningRate(
-            max_lr=args.lr,
-            min_lr=args.min_lr,
-            warmup_init=args.lr_warmup_init,
-            warmup_samples=run.lr_warmup_iters * run.global_batch_size,
-            decay_samples=run.lr_decay_iters * run.global_batch_size,
-            decay_style=args.lr_decay_style,
-        )
+            args.lr, args.min_lr, args.lr_warmup_init, run.lr_warmup_iters * run.global_batch_size,
+            run.lr_decay_iters * run.global_batch_size, args.lr_decay_style)
         parts = {part: asdict(getattr(model, part).rates) for part in _PARTS}
         modules = {name: getattr(args, name) for name in _MODULES}
         return cls(learning_rate, args.weight_decay, parts, modules, run.global_batch_size, began_at)
@@ -149,9 +141,7 @@ class Schedule:
 
 def scheduled(run: Run, trained: Source | None) -> tuple[Run, Schedule, tuple[str, ...]]:
     """The run with the effective rates, their schedule, and notes; ``trained``: the weights that it continues from.
-
-    Raises UserError naming each setting that differs from the checkpoint's, unless a flag selects which to use.
-    """
+    Raises UserError naming each setting that differs from the checkpoint's, unless a flag selects which to use."""
     args, now = run.args, Schedule.of(run)
     if trained is None or trained.iteration is None or args.finetune:
         return run, now, ()

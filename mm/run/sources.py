@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.merge_lora import holds_adapters, open_adapters, open_base
+from mm.checkpoint.adapters import holds_adapters, open_adapters, open_base
+from mm.checkpoint.directories import newest_checkpoint, run_id_of, run_ids, stated
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.peft import is_peft_directory
-from mm.checkpoint.saved_steps import newest_checkpoint, run_id_of, run_ids, stated
 from mm.checkpoint.source import Kind, QkvOrder, Source, find_kind, holds_nothing, open_to_train
 from mm.checkpoint.training_files import tidy
 from mm.config.args import Arguments
 from mm.config.run import Run
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset, Split, datasets
-from mm.data.index.measure import Gauge
+from mm.data.index.index import Measure
 from mm.environment import named_in_script
 from mm.errors import UserError, collected, refuse
 from mm.run.schedule import Schedule
@@ -49,9 +49,9 @@ class Sources:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a run, and the gauge with their encoder."""
+    """The samples of a run, and the measure with their encoder."""
 
-    gauge: Gauge
+    measure: Measure
     splits: Mapping[Split, Dataset]
 
     @classmethod
@@ -59,13 +59,13 @@ class Samples:
         """Open the training samples, and with ``with_validation`` the validation samples if there are any.
 
         An existing index is used even with ``overwrite_cache``, because the rank that checks has just rebuilt it.
-        Raises UserError as ``Gauge.from_config`` and ``Dataset`` do.
+        Raises UserError as ``Measure.from_config`` and ``Dataset`` do.
         """
         data, problems = replace(run.data, overwrite_cache=False), []
-        gauge = Gauge.from_config(data, run.model, run.args.seq_length)
-        splits = datasets(data, problems, run.args.bad_sample == "skip", gauge, run.args.seed, with_validation)
+        measure = Measure.from_config(data, run.model, run.args.seq_length)
+        splits = datasets(data, problems, run.args.bad_sample == "skip", measure, run.args.seed, with_validation)
         refuse(problems)
-        return cls(gauge, splits)
+        return cls(measure, splits)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ def with_start(run: Run) -> Run:
 
 def _has_started(run: Run) -> bool:
     """Whether the newest checkpoint in ``--save`` is of a run that this command started, and has what it needs to
-    continue.
-    """
+    continue."""
     args = run.args
     if args.save is None or args.loads_what_it_saves or args.allow_used_save:
         return False
@@ -168,10 +167,8 @@ def _resumed(run: Run) -> Run:
 
 
 def open_start(run: Run, checkpoint: Path | None = None) -> Sources:
-    """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.
-
-    ``checkpoint``: the one to open if ``--load`` holds several.
-    """
+    """Open ``--load`` and ``--load-base-model``; raises UserError with all their problems.  ``checkpoint``: the one to
+    open if ``--load`` holds several."""
     args, model, order = run.args, run.model, qkv_order(run)
     if checkpoint is not None:
         args = replace(args, load=str(checkpoint))

@@ -17,8 +17,7 @@ from mm.parallel.pipeline.loop import run_forward, run_schedule
 from mm.parallel.pipeline.p2p import PipelineCommunicator
 from mm.parallel.zero import reduction
 from mm.parallel.zero.gradient_shards import ShardedGradients
-from mm.parallel.zero.zero2_schedule import Reductions
-from mm.parallel.zero.zero3_schedule import UnitPasses
+from mm.parallel.zero.schedule import Zero2Schedule, Zero3Schedule
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import StepResult, update
 from mm.weights.trained import group_of, is_frozen
@@ -32,7 +31,7 @@ class Setup:
     stage: Stage
     models: tuple[DistributedDataParallel, ...]
     """One per chunk of the stage."""
-    passes: Reductions | UnitPasses | None
+    passes: Zero2Schedule | Zero3Schedule | None
     """With sharded gradients: reduces them during the passes of ``models``, and gathers weights if these are sharded
     too.  Else None."""
     optimizer: ChainedOptimizer
@@ -64,16 +63,16 @@ class Setup:
 
 def _wrapped(
     stage: Stage, mesh: Mesh, args: Arguments
-) -> tuple[tuple[DistributedDataParallel, ...], Reductions | UnitPasses | None]:
+) -> tuple[tuple[DistributedDataParallel, ...], Zero2Schedule | Zero3Schedule | None]:
     """The chunks of ``stage`` in megatron's DDP, and their passes if ranks keep only shards of the gradients."""
     settings, config = stage.config, ddp_config(args)
     if not args.shards_gradients or mesh.num_copies == 1:
         return tuple(DistributedDataParallel(settings, config, chunk) for chunk in stage.chunks), None
     models = tuple(
-        ShardedGradients(settings, config, chunk, chunk.units(), chunk.weight_shards) for chunk in stage.chunks)
+        ShardedGradients(settings, config, chunk, chunk.bucket_specs(), chunk.weight_shards) for chunk in stage.chunks)
     if stage.shards_weights:
-        return models, UnitPasses(models[0], stage.journal, args.overlap_param_gather)
-    return models, Reductions(models, mesh.pp_size)
+        return models, Zero3Schedule(models[0], stage.journal, args.overlap_param_gather)
+    return models, Zero2Schedule(models, mesh.pp_size)
 
 
 def starts_ahead(args: Arguments, device: Device) -> bool:
@@ -85,10 +84,8 @@ def starts_ahead(args: Arguments, device: Device) -> bool:
 def step(
     setup: Setup, plan: StepPlan, lr: float, votes: Tensor | None = None, max_norm: float | None = None
 ) -> StepResult:
-    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.
-
-    Raises AgreedError as ``update`` does.
-    """
+    """Train one step with learning rate ``lr``; ``votes`` and ``max_norm``: see ``update``.  Raises AgreedError as
+    ``update`` does."""
     loss = forward_backward(setup, plan)
     stage = setup.stage
     with stage.journal.during(Work.UPDATE):
@@ -97,9 +94,7 @@ def step(
 
 def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
     """Compute the reduced gradients of the global batch into the parameters' buffers; return this rank's loss share.
-
-    ``update`` sums the shares in one collective with the gradient norm.
-    """
+    ``update`` sums the shares in one collective with the gradient norm."""
     overwrites = setup.stage.device.kernels.overwrites
     if setup.passes is None:
         reduction.begin(setup.models, overwrites)
@@ -107,7 +102,7 @@ def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
         setup.passes.begin(plan, overwrites)
     setup.optimizer.zero_grad()
     scale = setup.optimizer.scale_loss if setup.stage.config.fp16 else None
-    leave = setup.passes.leave if isinstance(setup.passes, Reductions) else None
+    leave = setup.passes.leave if isinstance(setup.passes, Zero2Schedule) else None
     loss = run_schedule(setup.models, plan, setup.communicator, scale, leave)
     reduction.finalize(setup.models, setup.passes, setup.mesh.tied_group)
     return loss
@@ -115,7 +110,7 @@ def forward_backward(setup: Setup, plan: StepPlan) -> Tensor:
 
 def forward(setup: Setup, plan: StepPlan) -> Tensor:
     """The forward passes alone; see ``run_forward``."""
-    passes = setup.passes if isinstance(setup.passes, UnitPasses) else None
+    passes = setup.passes if isinstance(setup.passes, Zero3Schedule) else None
     if passes is not None:
         passes.begin(plan, overwrites=False, forward_only=True)
     losses = run_forward(setup.models, plan, setup.communicator)

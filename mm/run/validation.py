@@ -1,13 +1,12 @@
-"""Validation: the loss per target token over exactly the validation samples, equal in every layout.
-
-A small set of questions that the model answers during training, scored as in ``mm.evaluate``.
-"""
+"""Validation in training: the loss per target token over exactly the validation samples, equal in every layout, and a
+small set of questions that the model answers, scored as in ``mm.evaluate``."""
 
 import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,57 +17,54 @@ from mm.config.evaluate import evaluating_in_training
 from mm.config.flag_rules import asks, is_due
 from mm.config.run import Run
 from mm.console import Progress
-from mm.data.loader.validation import ValidationPlan
 from mm.errors import refuse, writing
 from mm.files import write_whole
-from mm.generation.batches import answer_batches, in_batches
+from mm.generation.answers import answer_batches, in_batches
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
 from mm.generation.source import settings_in
-from mm.page.record import thumbnail_path
+from mm.page import thumbnail_path
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of, on_first, together
 from mm.parallel.health.watchdog import Phase, Watchdog
 from mm.parallel.mesh import for_prompts
-from mm.run.progress import BestSoFar, Say, TrainingProgress
+from mm.run.progress import Say, TrainingProgress
 from mm.run.sources import Questions
+from mm.run.start import Feed
 from mm.run.step import Setup, forward
-from mm.run.watch.metrics import ScoreMetrics, ValidationMetrics
-from mm.run.watch.reporter import Reporter
+from mm.run.watch.metrics import Reporter, ScoreMetrics, ValidationMetrics
 from mm.scoring.benchmarks import Items
 from mm.scoring.questions import read_items, title_of
 from mm.scoring.results import Prediction, thumbnails, write_results
 
 
 class Validator:
-    """The validations of a run, which may end it early."""
+    """The validations of a run."""
 
     def __init__(
-        self, args: Arguments, setup: Setup, watchdog: Watchdog, plan: ValidationPlan | None, plans: Iterator[StepPlan],
-        reporter: Reporter, say: Say,
-    ) -> None:  # fmt: skip
-        """``plan`` is None without validation; ``plans``: those of the run's steps and validations in turn."""
-        self._args, self._setup, self._watchdog, self._plan = args, setup, watchdog, plan
-        self._plans, self._reporter, self._say = plans, reporter, say
+        self, args: Arguments, setup: Setup, watchdog: Watchdog, feed: Feed, reporter: Reporter, say: Say
+    ) -> None:
+        self._args, self._setup, self._watchdog, self._reporter, self._say = args, setup, watchdog, reporter, say
+        self._plan, self._plans = feed.validation, feed.plans
 
-    def begin(self, best: BestSoFar) -> BestSoFar:
-        """The lowest loss before the run's first step, reset if the samples changed."""
+    def begin(self, progress: TrainingProgress) -> TrainingProgress:
+        """Before the first step: reset the lowest loss if the samples changed."""
         plan = self._plan
         if plan is None:
-            return best
-        known = best.of(plan.fingerprint)
-        if best.loss is not None and known.loss is None:
+            return progress
+        best = progress.best.of(plan.fingerprint)
+        if progress.best.loss is not None and best.loss is None:
             self._say("note: the validation samples changed: best loss reset")
         if plan.num_samples < plan.num_of_all:
             self._say(f"note: a validation uses {plan.num_samples} of {plan.num_of_all} samples, the same each time "
                       f"(--eval-iters {self._args.eval_iters})")
-        return known
+        return replace(progress, best=best)
 
-    def after(self, progress: TrainingProgress) -> BestSoFar:
-        """Validate and report if it is due after this step; the lowest loss so far."""
+    def after(self, progress: TrainingProgress) -> TrainingProgress:
+        """Validate and report, if due after this step; the progress with the lowest loss so far."""
         plan, iteration = self._plan, progress.iteration
         if plan is None or not is_due(self._args, iteration):
-            return progress.best
+            return progress
         started = time.perf_counter()
         loss, num_samples, num_target_tokens = validate(
             self._setup, self._plans, plan.num_plans, self._watchdog, iteration)
@@ -78,12 +74,7 @@ class Validator:
             num_samples=num_samples, num_target_tokens=num_target_tokens,
             validation_seconds=time.perf_counter() - started, best_validation_loss=best.loss,
             best_iteration=best.iteration))
-        return best
-
-    def ends(self, best: BestSoFar) -> bool:
-        """Whether the run ends because of ``--early-stopping-patience``; the same on every rank, because losses are."""
-        patience = self._args.early_stopping_patience
-        return self._plan is not None and patience is not None and best.num_since >= patience
+        return replace(progress, best=best)
 
 
 def validate(
@@ -137,10 +128,8 @@ class QuestionSet:
     """The questions, on rank 0, and the model in training."""
 
     def __init__(self, run: Run, setup: Setup, phase: Phase, opened: Questions | None, reporter: Reporter) -> None:
-        """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.
-
-        Raises UserError, the same on every rank.
-        """
+        """``phase`` guards each batch; ``opened`` is what the check before the run has opened on this rank.  Raises
+        UserError, the same on every rank."""
         self._run, self._setup, self._phase, self._reporter = run, setup, phase, reporter
         self._asked = asked = evaluating_in_training(run.args, run.data, run.world_size)
         args, model, directory = run.args, run.model, run.data.model_name_or_path
@@ -184,7 +173,8 @@ class QuestionSet:
             with Progress("answering", sum(map(len, batches)), "questions", is_shown=session.mesh.rank == 0) as shown:
 
                 def keep(answered: Sequence[Response]) -> None:
-                    self._answers |= {one.prompt.number: Prediction.of(one.text, one.ended) for one in answered}
+                    self._answers |= {one.prompt.number: Prediction(one.text, one.ended == "length")
+                                      for one in answered}
                     shown.update(len(answered))
 
                 problems += answer_batches(session, batches, keep, self._phase)

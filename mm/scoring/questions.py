@@ -1,6 +1,4 @@
-"""The questions of one evaluation, from either kind of file.
-
-The user's own questions, as JSON, JSONL or Parquet: ``question`` and ``answer``, or samples as in training.
+"""The questions of one evaluation: a benchmark's, or the user's own as JSON, JSONL or Parquet.
 
     {"question": "How many cats are there?", "image": "cats.jpg", "answer": ["2", "two"], "category": "counting"}
     {"question": "Which is it?", "images": ["a.jpg"], "options": {"A": "cat", "B": "dog"}, "answer": "A"}
@@ -17,11 +15,10 @@ from typing import Any
 
 from mm.config.evaluate import Evaluating, Rule
 from mm.config.schema import shown
-from mm.data.records.content import with_places
-from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample
-from mm.data.records.record_name import name_of, numbered
+from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample, with_places
 from mm.data.records.records import Raw, open_records
 from mm.data.records.roots import MediaRoots
+from mm.data.sample import name_of, numbered
 from mm.errors import MAX_PROBLEMS, UserError, collected, reading, refuse
 from mm.scoring.benchmarks import BENCHMARKS, GROUPS, Item, Items, prompt, read_benchmark
 

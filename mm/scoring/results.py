@@ -1,18 +1,14 @@
-"""The files of one evaluation: its settings, and at the end predictions and scores.
+"""The files of one evaluation: its settings, answers, predictions and scores, a page, and MindSpeed-MM's result files.
 
-    settings.json        questions, weights and settings; an evaluation with others is refused in this folder
-    answers.jsonl        the answers as they come (mm.generation.batches); an interrupted run resumes from them
-    predictions.jsonl    every question with its answer and score, in the order of its file
-    scores.json          in percent: all, and by split and category
-
-MindSpeed-MM's result files, written beside ours for scripts that read them.
+    settings.json              questions, weights and settings; an evaluation with others is refused in this folder
+    answers.jsonl              the answers as they come (mm.generation.answers); an interrupted run resumes from them
+    predictions.jsonl          every question with its answer and score, in the order of its file
+    scores.json                in percent: all, and by split and category
 
     MODEL_DATASET.xlsx         every row with its prediction; with options also hit and log
     MODEL_DATASET_acc.xlsx     scores: with options as shares from 0 to 1, for other benchmarks in percent
-    MODEL_DATASET_acc.csv      the same, with tabs, as its README says
+    MODEL_DATASET_acc.csv      the same, with tabs, as MindSpeed-MM's README says
     MODEL_DATASET_PREV.json    with options: index -> hit and log
-
-The page of an evaluation: the score, the worst answers with their images, the scores of groups, and the settings.
 """
 
 import csv
@@ -20,6 +16,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -47,11 +44,6 @@ class Prediction:
     is_truncated: bool = False
     """Whether it was cut off at the maximum length."""
 
-    @classmethod
-    def of(cls, text: str, ended: str) -> "Prediction":
-        """``ended``: see ``mm.generation.decode.Answer``."""
-        return cls(text, ended == "length")
-
 
 @dataclass(frozen=True)
 class ScoredItem:
@@ -75,7 +67,7 @@ class ScoredItem:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Begin an evaluation in ``folder``, or resume it.  Raises UserError if the folder has a different one."""
+    """Begin or resume an evaluation in ``folder``.  Raises UserError if the folder has a different one."""
     path = folder / SETTINGS
     if not path.exists():
         write_json(path, settings)
@@ -97,9 +89,9 @@ def write_results(
 
 
 def read_answers(path: Path) -> dict[int, Prediction]:
-    """Read the file that ``mm.generation.batches`` writes, by the number of the question."""
+    """Read the file that ``mm.generation.answers`` writes, by the number of the question."""
     answers = map(json_object, path.read_bytes().splitlines())
-    return {one["number"]: Prediction.of(one["answer"], one["ended"]) for one in answers}
+    return {one["number"]: Prediction(one["answer"], one["ended"] == "length") for one in answers}
 
 
 def scored(items: Items, answers: Mapping[int, Prediction]) -> list[ScoredItem]:
@@ -145,8 +137,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8; half of a surrogate pair becomes its escape.  Raises UserError if the file cannot be
-    written."""
+    """Write ``text`` in UTF-8; half of a surrogate pair becomes its escape."""
     with writing(path):
         write_whole(path, text.encode(errors="backslashreplace"))
 
@@ -213,13 +204,12 @@ def word_scores(found: Sequence[ScoredItem]) -> Cells:
 
 def workbook(rows: Cells) -> bytes:
     """An Excel file with one sheet; what begins with ``=`` is a text."""
-    book = Workbook(write_only=False)
+    book = Workbook()
     sheet = book.worksheets[0]
     for row in rows:
         sheet.append([ILLEGAL_CHARACTERS_RE.sub("", one) if isinstance(one, str) else one for one in row])
-    for row in sheet.iter_rows():
-        for cell in row:
-            cell.data_type = "s" if cell.data_type == "f" else cell.data_type
+    for cell in chain.from_iterable(sheet.iter_rows()):
+        cell.data_type = "s" if cell.data_type == "f" else cell.data_type
     stream = io.BytesIO()
     book.save(stream)
     return stream.getvalue()
@@ -287,7 +277,6 @@ def _images(item: Item) -> Iterator[bytes]:
 
 
 def thumbnails(items: Items) -> Iterator[tuple[int, int, bytes]]:
-    """Small copies of the images of the first questions as JPEG, each after the numbers of its question and of itself.
-    """
+    """Numbers of the question and of the image, and a small copy of it as JPEG, of the first questions' images."""
     for number, item in enumerate(items.items[:_MAX_ILLUSTRATED]):
         yield from ((number, place, image) for place, image in enumerate(_images(item)))

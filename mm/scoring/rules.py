@@ -55,8 +55,7 @@ def score(rule: Rule, answer: str, right: Sequence[str], options: Mapping[str, s
 def is_about(answer: str, right: str) -> bool:
     """Relaxed accuracy: a number within 5% of the right one, or the same text ignoring case.
 
-    ``25%`` is the number 0.25.  A number with a unit or thousands separators is a text, and 0 is compared as text, as
-    in the published code.
+    As in the published code, a number with a unit or thousands separators is a text, and 0 is compared as text.
     """
     answer, right = answer.strip(), right.strip()
     found, wanted = _number(answer), _number(right)
@@ -79,17 +78,13 @@ def anls(answer: str, right: Sequence[str]) -> float:
     The distance ignores case and repeated spaces.  As in VLMEvalKit's ``anls_compute``, it is divided by the length of
     the longer original text in capitals: "ß" counts as the two letters "SS".
     """
-    best = 1 - min(_distance_share(answer, one) for one in right)
+    def share(one: str) -> float:
+        length = max(len(answer.upper()), len(one.upper()))
+        plain, other = (" ".join(text.lower().split()) for text in (answer, one))
+        return edit_distance(plain, other) / length if length else 0.0
+
+    best = 1 - min(map(share, right))
     return best if best >= _ANLS_THRESHOLD else 0.0
-
-
-def _distance_share(answer: str, right: str) -> float:
-    length = max(len(answer.upper()), len(right.upper()))
-    return edit_distance(_plain(answer), _plain(right)) / length if length else 0.0
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 def edit_distance(one: str, other: str) -> int:
@@ -133,8 +128,7 @@ def answers_openly(answer: str, right: str) -> bool:
 
     It makes two options of the question, the right answer and "Other Answers", and "Z" means that neither is chosen.
     The right one is then A, unless the right answer is itself a capital letter: then the option of that letter counts
-    (``mcq_vanilla_eval`` in vlmeval/dataset/utils/multiple_choice.py).  So the answer "B" to a question whose right
-    answer is "B" counts, and no answer counts where the right one is a letter from C to Y.
+    (``mcq_vanilla_eval`` in vlmeval/dataset/utils/multiple_choice.py).
     """
     is_letter = len(right) == 1 and right in string.ascii_uppercase
     return (chosen_option(answer, {"A": right, "B": OTHER_ANSWERS}) or "Z") == (right if is_letter else "A")

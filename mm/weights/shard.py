@@ -1,13 +1,19 @@
-"""How a rank's shard of a weight lies in memory: as in files, but with an ffn's columns zero-padded to whole blocks.
+"""How a rank's shard of a weight lies in memory, and which rank reads it.  Pure: opens no file.
 
 Files have the shape of ``local_shape``: an ffn of 3420 columns is 3420 wide, or 855 on each of 4 ranks.  Rows of 855
 16-bit numbers cannot be loaded 16 bytes at a time, so in memory each rank pads its 855 columns to 864.  The padding is
 zero, gets zero gradients and stays zero.
 
-Which of the ranks that hold the same weights reads each one.
+An fp32 weight may lie in memory as two halves of 16 bits: the bf16 weight that the model computes with, and the
+remainder, what rounding left out.  Together they are the fp32 number to the bit:
 
-One rank reads a weight and the others get it from there, so a model is read once, however many replicas train it.
-Pure: opens no file.
+    fp32      0x3F80_9000 = 1.00439453125
+    weight    0x3F81      = 1.0078125     rounded up, because 0x9000 is more than half of 0x10000
+    remainder    -0x7000                  0x3F81_0000 - 0x7000 = 0x3F80_9000
+
+Remainders of 16 bits reach from -0x8000 to 0x7FFF, so a number exactly between two bf16 numbers is rounded away from
+zero.  torch rounds such a number, one of 65,536, to the even neighbour, which is as near.  NaN becomes infinity;
+either stops a run.
 """
 
 import math
@@ -15,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,22 +45,21 @@ def memory_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Where a shard's elements lie in its parameter: in order, with zeros after every ``real`` of them.
+    """Where a shard's elements lie in its parameter: in order, with zeros after every ``row`` of them.
 
-    A 2x3 shard padded to 2x4 (``real`` 3, ``stretch`` 4)::
+    A 2x3 shard padded to 2x4 (``row`` 3, ``padded_row`` 4)::
 
         a b c     a b c 0     real_range(2, 6) = (2, 5)
         d e f     d e f 0     unpad([c 0 d e], start=2) = [c d e];  pad([c d e], 2, 6) = [c 0 d e]
     """
 
     shape: tuple[int, ...]
-    """Shape of the parameter."""
     file_shape: tuple[int, ...]
     """Shape of the shard in files."""
-    real: int
-    """Elements of the shard in a stretch."""
-    stretch: int
-    """Elements in a stretch of the parameter: the real ones, then zeros."""
+    row: int
+    """Elements of the shard that lie together."""
+    padded_row: int
+    """The same number with the zeros that follow them."""
 
     @classmethod
     def of(cls, weight: Weight, tp_size: int) -> "MemoryLayout":
@@ -69,29 +75,29 @@ class MemoryLayout:
 
     def real_range(self, start: int, stop: int) -> tuple[int, int]:
         """The range of the flattened shard held by elements ``start`` to ``stop`` of the flattened parameter."""
-        first, last = (index // self.stretch * self.real + min(index % self.stretch, self.real)
+        first, last = (index // self.padded_row * self.row + min(index % self.padded_row, self.row)
                        for index in (start, stop))
         return first, last
 
     def unpad(self, values: Tensor, start: int = 0) -> Tensor:
         """Remove the padding from ``values``, a flat range of the parameter that begins at element ``start``."""
-        if self.real == self.stretch:
+        if self.row == self.padded_row:
             return values
         first, last = self.real_range(start, start + len(values))
-        whole = F.pad(values, (start % self.stretch, -(start + len(values)) % self.stretch))
-        flat = whole.view(-1, self.stretch)[:, : self.real].reshape(-1)
-        before = first - start // self.stretch * self.real
+        whole = F.pad(values, (start % self.padded_row, -(start + len(values)) % self.padded_row))
+        flat = whole.view(-1, self.padded_row)[:, : self.row].reshape(-1)
+        before = first - start // self.padded_row * self.row
         return flat[before : before + last - first]
 
     def pad(self, values: Tensor, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened parameter, from ``values``, their flat ``real_range``."""
-        if self.real == self.stretch:
+        if self.row == self.padded_row:
             return values
-        first_stretch, last_stretch = start // self.stretch, -(-stop // self.stretch)
+        first_row, last_row = start // self.padded_row, -(-stop // self.padded_row)
         first, last = self.real_range(start, stop)
-        whole = F.pad(values, (first - first_stretch * self.real, last_stretch * self.real - last))
-        flat = F.pad(whole.view(-1, self.real), (0, self.stretch - self.real)).view(-1)
-        return flat[start - first_stretch * self.stretch : stop - first_stretch * self.stretch]
+        whole = F.pad(values, (first - first_row * self.row, last_row * self.row - last))
+        flat = F.pad(whole.view(-1, self.row), (0, self.padded_row - self.row)).view(-1)
+        return flat[start - first_row * self.padded_row : stop - first_row * self.padded_row]
 
     def unpad_whole(self, parameter: Tensor) -> Tensor:
         """The shard as files hold it."""
@@ -100,6 +106,31 @@ class MemoryLayout:
     def pad_whole(self, shard: Tensor) -> Tensor:
         """The parameter that holds ``shard``."""
         return self.pad(shard.reshape(-1), 0, math.prod(self.shape)).reshape(self.shape)
+
+
+REMAINDER = "remainder"
+"""Its name among the states of a weight, in memory and in checkpoints."""
+_HALF = 0x8000
+_LOW, _HIGH = 0, 1
+"""The 16-bit halves of an fp32 number in memory: every device that torch runs on stores the low one first."""
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 [n] numbers of a bf16 [n] ``weight`` and its int16 [n] ``remainder``, on any device, in new memory."""
+    bits = weight.detach().view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+
+
+def split(numbers: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Fill ``weight`` and ``remainder`` so that ``joined`` returns the fp32 [n] ``numbers``, infinity for NaN."""
+    bits = numbers.detach().contiguous().nan_to_num(math.inf, math.inf, -math.inf).view(torch.int32)
+    remainder.copy_(_halves(bits, _LOW))
+    weight.detach().view(torch.int16).copy_(_halves(bits + _HALF, _HIGH))
+
+
+def _halves(bits: Tensor, which: int) -> Tensor:
+    """int16 [n]: one half of each of the int32 [n] ``bits``."""
+    return bits.view(torch.int16).view(-1, 2)[:, which]
 
 
 def readers(num_bytes: Sequence[int], num_ranks: int) -> tuple[int, ...]:

@@ -5,15 +5,16 @@ spells a weight name or fuses weights.  Pure shapes and tensor algebra.
 
 Our names and fused layouts are MindSpeed-MM's, except that layer numbers are global (``mm.checkpoint.mindspeed_layout``
 has its local ones).  Hugging Face names are the published ones, from the model's family.
-
-Which slot of a placement owns which weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase, translate
 from functools import cache
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +22,70 @@ from torch import Tensor
 from mm.config.layers import layers_in
 from mm.config.model import LanguageConfig, ModelConfig, Tower
 from mm.errors import UserError
+from mm.families import FAMILIES
 from mm.families.family import LayerNames
 from mm.placement import StageSpec
-from mm.weights.names import ALL_LINEAR, chosen, is_target, live_name, matches
 
+Value = TypeVar("Value")
 Names = tuple[str, ...]
 Shapes = tuple[tuple[int, ...], ...]
+
+# Names, and patterns for them in flags and the model JSON
+
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear layer of a model but the output layer."""
+
+LIVE_STARTS = {live: published for family in FAMILIES for live, published in family.weights.live_starts.items()}
+"""``WeightNames.live_starts`` of all families, because a weights file does not state its family."""
+
+
+def published_name(name: str) -> str:
+    """The published form of a Hugging Face name in either spelling; an unknown name is returned unchanged."""
+    return next((published + name.removeprefix(live)
+                 for live, published in LIVE_STARTS.items() if name.startswith(live)), name)
+
+
+def live_name(name: str) -> str:
+    """The name in transformers' live module of a published name; an unknown name is returned unchanged."""
+    return next((live + name.removeprefix(published)
+                 for live, published in LIVE_STARTS.items() if name.startswith(published)), name)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` occurs anywhere in ``name``, ignoring case: MindSpeed-MM's rule for its keywords.
+
+    Beyond it, ``*``, ``?`` and ``[0-9]`` mean what they mean in a shell.
+    """
+    return fnmatchcase(name.lower(), f"*{pattern.lower()}*")
+
+
+def is_target(pattern: str, names: Iterable[str]) -> bool:
+    """Whether ``pattern`` names the layer with these ``names``: PEFT's rule for a list of target modules.
+
+    A pattern is a whole name, or the words at its end: ``q_proj``, ``layers.3.mlp.up_proj``.  Beyond PEFT, ``*``, ``?``
+    and ``[0-9]`` mean what they mean in a shell, and a word such as ``0-15`` matches any number in that range.
+    """
+    return pattern == ALL_LINEAR or any(_expression(pattern).fullmatch(name) for name in names)
+
+
+def chosen(by_pattern: Iterable[tuple[str, Value]], names: Collection[str], default: Value) -> Value:
+    """The value of the first pattern that names the layer with these ``names``; ``default`` if there is none."""
+    return next((value for pattern, value in by_pattern if is_target(pattern, names)), default)
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    words: list[str] = []
+    for word in pattern.split("."):
+        span = re.fullmatch(r"(\d{1,3})-(\d{1,3})", word)  # more digits than layers have would be a huge expression
+        if span is None:
+            words.append(translate(word).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z"))
+        else:
+            words.append(f"(?:{'|'.join(map(str, range(int(span[1]), int(span[2]) + 1)))})")
+    return re.compile(rf"(?:.*\.)?{re.escape('.').join(words)}", re.DOTALL)
+
+
+# What a weight is
 
 EMBEDDING_NAME = "text_decoder.embedding.word_embeddings.weight"
 OUTPUT_LAYER_NAME = "text_decoder.output_layer.weight"
@@ -113,10 +172,7 @@ class Weight(Cut):
 
 @cache
 def model_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every tensor of the model once, in model order, each linear weight followed by its adapters.
-
-    A tied model has no output layer.  The table of a model is made once: a run asks for it in many places.
-    """
+    """Every tensor of the model once, in model order, adapters after their weight; a tied model has no output layer."""
     weights = _own_weights(model)
     if model.lora.is_on:
         weights = tuple(one for weight in weights for one in (weight, *_adapters(weight, model)))
@@ -167,13 +223,8 @@ def fuse(weight: Weight, hf_tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
-def padded_ffn(ffn: int, tp_size: int) -> int:
-    """The smallest multiple of ``tp_size`` that holds ``ffn`` columns, as files do: 3420 at TP 8 becomes 3424."""
-    return -(-ffn // tp_size) * tp_size
-
-
 def local_shape(weight: Weight, tp_size: int) -> tuple[int, ...]:
-    """Shape of one TP rank's shard in files, padding to a multiple of ``tp_size`` included; the same on every rank.
+    """Shape of one TP rank's shard in files, the same on every rank: 3420 ffn columns at TP 8 are padded to 3424.
 
     In memory an ffn is wider: ``mm.weights.shard``.
     """
@@ -240,8 +291,7 @@ SINGLE_ADAPTER = "adapter"
 
 
 def layer_names(hf_name: str, weight: Weight) -> tuple[str, ...]:
-    """Names by which patterns may refer to the linear layer of the Hugging Face tensor ``hf_name`` of ``weight``: its
-    published name, the one in transformers' live module, and ours."""
+    """Names of the linear layer of ``hf_name`` for patterns: published, in transformers' live module, and ours."""
     published = hf_name.removesuffix(".weight")
     return published, live_name(published), weight.name.removesuffix(".weight")
 
@@ -373,11 +423,10 @@ def num_stacked_blocks(weight: Weight) -> int:
 def _units_per_rank(weight: Weight, tp_size: int) -> int:
     tp_size, _ = weight.shards(tp_size)
     if weight.num_units % tp_size and not weight.pads:
-        raise UserError(
-            f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) along dimension "
-            f"{weight.tp_dim}, which tensor parallel size {tp_size} does not divide; choose a size that does."
-        )
-    return padded_ffn(weight.num_units, tp_size) // tp_size
+        raise UserError(f"{weight.name} has {weight.num_units} units (heads, key/value groups or vocabulary rows) "
+                        f"along dimension {weight.tp_dim}, which tensor parallel size {tp_size} does not divide; "
+                        f"choose a size that does.")
+    return -(-weight.num_units // tp_size)
 
 
 def _rank_range(weight: Weight, block_size: int, tp_size: int, tp_rank: int) -> range:

@@ -28,7 +28,6 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One after the last index."""
         return self.start + self.length
 
 
@@ -43,8 +42,7 @@ def shard_spans(weight: Weight, tp_size: int, tp_rank: int) -> tuple[Span, ...]:
 
     The indices are numbered, the layout rules of ``mm.weights.table`` applied to the numbers, and the spans read off,
     so no rule is repeated here.  Tensors a (4 indices) and b (2) are numbered 1 2 3 4 and 6 7.  If the rules give this
-    rank 1 2 6 0, its spans are a[0:2], b[0:1] and one of padding.  Raises UserError if ``tp_size`` does not divide the
-    weight.
+    rank 1 2 6 0, its spans are a[0:2], b[0:1] and one of padding.
     """
     dim = cut_dim(weight)
     sizes = [shape[dim] for shape in weight.hf_shapes]
@@ -123,7 +121,6 @@ class View:
 
     @property
     def dim(self) -> int:
-        """The dimension along which the spans lie."""
         return cut_dim(self.weight)
 
     @property
@@ -133,21 +130,20 @@ class View:
 
     @property
     def num_indices(self) -> int:
-        """Indices along ``dim``."""
         return self.stored.shape[self.dim]
 
     @property
-    def unit_bytes(self) -> int:
+    def index_bytes(self) -> int:
         """Bytes of one index along ``dim`` within one row."""
         return math.prod(self.stored.shape[self.dim + 1 :]) * self.stored.dtype.itemsize
 
     def blocks(self, indices: range, num_bytes: int) -> Iterator[tuple[range, range]]:
         """(rows, indices) that cover ``indices`` of every row in the order of the file, ``num_bytes`` at a time."""
         if self.num_rows == 1:
-            step = max(1, num_bytes // self.unit_bytes)
+            step = max(1, num_bytes // self.index_bytes)
             yield from ((range(1), indices[start : start + step]) for start in range(0, len(indices), step))
         else:
-            step = max(1, num_bytes // (len(indices) * self.unit_bytes))
+            step = max(1, num_bytes // (len(indices) * self.index_bytes))
             rows = range(self.num_rows)
             yield from ((rows[start : start + step], indices) for start in range(0, len(rows), step))
 
@@ -187,7 +183,7 @@ def whole_views(
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StoredSpan:
     """A range of one tensor of the model, or of padding, as a view holds it."""
 
     view: View
@@ -197,7 +193,6 @@ class Stretch:
 
     @property
     def stop(self) -> int:
-        """One after the last index along the view's ``dim``."""
         return self.start + self.span.length
 
 
@@ -212,9 +207,9 @@ class ViewIndex:
         first: dict[tuple[Span, ...], View] = {}
         self.copies: list[tuple[View, View]] = []
         """Pairs that must be equal, because only the first of each is read."""
-        self.padding: list[Stretch] = []
+        self.padding: list[StoredSpan] = []
         """It must be zero, because it is not read."""
-        self._stretches: dict[str, list[Stretch]] = {}
+        self._stored: dict[str, list[StoredSpan]] = {}
         for view in views:
             holds_model = any(span.key is not None for span in view.spans)
             kept = first.setdefault(view.spans, view) if holds_model else view
@@ -222,25 +217,25 @@ class ViewIndex:
                 self.copies.append((kept, view))
             position = 0
             for span in view.spans:
-                stretch = Stretch(view, position, span)
+                part = StoredSpan(view, position, span)
                 position += span.length
                 if span.key is None:
-                    self.padding.append(stretch)
+                    self.padding.append(part)
                 elif kept is view:
-                    self._stretches.setdefault(span.key, []).append(stretch)
+                    self._stored.setdefault(span.key, []).append(part)
             assert position == view.num_indices, view
-        for stretches in self._stretches.values():
-            stretches.sort(key=lambda stretch: stretch.span.start)
+        for spans_of_key in self._stored.values():
+            spans_of_key.sort(key=lambda part: part.span.start)
 
-    def find(self, span: Span) -> Sequence[Stretch]:
+    def find(self, span: Span) -> Sequence[StoredSpan]:
         """The stored parts of ``span``, in order."""
-        found: list[Stretch] = []
+        found: list[StoredSpan] = []
         reached = span.start
-        for stretch in self._stretches.get(span.key, ()) if span.key is not None else ():
-            held, stop = stretch.span, min(stretch.span.stop, span.stop)
+        for part in self._stored.get(span.key, ()) if span.key is not None else ():
+            held, stop = part.span, min(part.span.stop, span.stop)
             if held.start <= reached < stop:
-                start = stretch.start + reached - held.start
-                found.append(Stretch(stretch.view, start, Span(span.key, reached, stop - reached)))
+                start = part.start + reached - held.start
+                found.append(StoredSpan(part.view, start, Span(span.key, reached, stop - reached)))
                 reached = stop
         assert span.key is None or reached == span.stop, f"{span} is not stored"
         return found

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.hf_config import for_both_versions
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.source import open_source, open_to_train
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
@@ -23,7 +22,6 @@ from tests import tiny
 from tests.checkpoint.test_hf_config import flat
 from tests.saved_hf import as_single_file, cast, save, weight_files
 
-ONE_WORKER = Options(num_workers=1)
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 """Two chunks of three stages; the ViT ends within a stage and one slot has no layer."""
 
@@ -42,8 +40,8 @@ def copy(saved, tmp_path) -> Path:
 def rewritten(source: Path, base: Path, target: Path, tp_size: int = 1) -> None:
     """Convert to two chunks of three stages, and back to a new directory modelled on ``base``."""
     mm = target.parent / f"{target.name}-mm"
-    convert.hf_to_mm(source, mm, Layout(VISION_LAYOUT, LANGUAGE_LAYOUT, tp_size)).run(ONE_WORKER)
-    convert.mm_to_hf(mm, base, target).run(ONE_WORKER)
+    convert.hf_to_mm(source, mm, Layout(VISION_LAYOUT, LANGUAGE_LAYOUT, tp_size)).run(num_workers=1)
+    convert.mm_to_hf(mm, base, target).run(num_workers=1)
     shutil.rmtree(mm)
 
 

@@ -10,14 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf import HFDirectory
-from mm.checkpoint.layout import Layout
+from mm.checkpoint.mindspeed_layout import Layout
 from tests import tiny
 from tests.checkpoint.test_hf_config import FORMS
 from tests.saved_hf import cast, save, weight_files
-
-ONE_WORKER = Options(num_workers=1)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -28,7 +25,7 @@ def saved(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def mm(saved, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("target") / "mm"
-    convert.hf_to_mm(saved, target, Layout(((3, 1),), ((0, 4),), 2)).run(ONE_WORKER)
+    convert.hf_to_mm(saved, target, Layout(((3, 1),), ((0, 4),), 2)).run(num_workers=1)
     return target
 
 
@@ -48,7 +45,7 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
     base = without_weights(saved, tmp_path / "base")
     (base / "config.json").write_text(json.dumps(FORMS[form](HFDirectory.open(saved).config)))
     monkeypatch.setattr("mm.checkpoint.hf._SHARD_BYTES", shard_bytes)
-    convert.mm_to_hf(mm, base, tmp_path / "out").run(ONE_WORKER)
+    convert.mm_to_hf(mm, base, tmp_path / "out").run(num_workers=1)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -74,8 +71,8 @@ def test_transformers_loads_it(saved, mm, tmp_path, monkeypatch, form, shard_byt
 
 def test_config_json_states_the_dtype_of_the_source(saved, tmp_path):
     cast(saved, tmp_path / "wide", torch.float32)
-    convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(ONE_WORKER)
-    convert.mm_to_hf(tmp_path / "mm", without_weights(saved, tmp_path / "base"), tmp_path / "out").run(ONE_WORKER)
+    convert.hf_to_mm(tmp_path / "wide", tmp_path / "mm", Layout(((4,),), ((4,),), 1)).run(num_workers=1)
+    convert.mm_to_hf(tmp_path / "mm", without_weights(saved, tmp_path / "base"), tmp_path / "out").run(num_workers=1)
     written = HFDirectory.open(tmp_path / "out")
     assert {tensor.dtype for tensor in written.tensors.values()} == {torch.float32}
     assert written.config["dtype"] == "float32" and "bfloat16" not in json.dumps(written.config)

@@ -1,8 +1,9 @@
-"""Tensors written in blocks: correct bytes and checksums, concurrent copies and writes, errors."""
+"""Tensors written in blocks: correct bytes and checksums, concurrent copies and writes, errors; places of copies."""
 
 import io
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from threading import Event
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mm.checkpoint.pipelined_write import NUM_BLOCKS, ON_HOST, Values, write_tensors
+from mm.checkpoint.pipelined_write import NUM_BLOCKS, ON_HOST, Values, places_in_segments, write_tensors
 from mm.weights.shard import MemoryLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
@@ -42,12 +43,12 @@ class FarMemory:
 def values(draw) -> Values:
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
-    real, padding, rows = draw(st.integers(1, 40)), draw(st.integers(0, 9)), draw(st.integers(1, 9))
-    stretch = real + padding
-    start = draw(st.integers(0, rows * stretch))
-    stop = draw(st.integers(start, rows * stretch))
+    row, padding, rows = draw(st.integers(1, 40)), draw(st.integers(0, 9)), draw(st.integers(1, 9))
+    padded_row = row + padding
+    start = draw(st.integers(0, rows * padded_row))
+    stop = draw(st.integers(start, rows * padded_row))
     live = torch.randint(0, 100, (stop - start,), generator=generator).to(dtype)
-    memory = MemoryLayout((rows * stretch,), (rows * real,), real, stretch)
+    memory = MemoryLayout((rows * padded_row,), (rows * row,), row, padded_row)
     return Values(live, draw(st.sampled_from([memory, None])), start)
 
 
@@ -116,3 +117,21 @@ def test_a_failed_write_is_raised_and_ends_the_copies(far) -> None:
         write_tensors(opened, [("a", Values(torch.zeros(100_000)))], far, 64)
     assert len(opened.getvalue()) == 128 and 1 <= opened.num_refused <= NUM_BLOCKS
     assert getattr(far, "num_started", 0) <= 2 * NUM_BLOCKS + 2
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=60))
+def test_copies_do_not_overlap_and_waste_little(sizes: list[int]) -> None:
+    places, segments = places_in_segments(sizes)
+    assert all(size & (size - 1) == 0 for size in segments)
+    taken = sorted((segment, at, at + size) for (segment, at), size in zip(places, sizes, strict=True) if size)
+    assert all(at % 64 == 0 and stop <= segments[segment] for segment, at, stop in taken)
+    assert all(one[0] < two[0] or one[2] <= two[1] for one, two in pairwise(taken))
+    needed = sum(-(-size // 64) * 64 for size in sizes)
+    assert needed <= sum(segments) <= 2 * needed
+
+
+def test_one_large_tensor_among_small_ones() -> None:
+    """9 GiB as one power of two would take 16."""
+    gib = 1 << 30
+    _, segments = places_in_segments([gib, 2 * gib, *[gib // 2] * 12])
+    assert sum(segments) == 9 * gib and max(segments) == 4 * gib

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
 from mm.checkpoint.hf_config import model_from_hf, stored_problems
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.source import open_source, open_to_train
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
@@ -26,7 +24,6 @@ from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_w
 from tests.files import EXAMPLES
 from tests.mm_convert.models import SmallModel, layouts, small_models, write_sparse_mm
 
-ONE_WORKER = Options(num_workers=1)
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
 STORAGES = [Storage(format, structure) for format in Format for structure in Structure]
 
@@ -46,7 +43,7 @@ def test_any_layout_from_any_other(case):
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         tensors = small.save(root / "hf")
-        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(ONE_WORKER)
+        convert.hf_to_mm(root / "hf", root / "mm", stored, storage).run(num_workers=1)
         if not has_manifest:
             (root / "mm" / "manifest.json").unlink()
         model = wanted.place(small.model)
@@ -70,8 +67,8 @@ def made(tmp_path_factory) -> Path:
     SMALL.save(root / "hf")
     for storage in STORAGES:
         name = f"{storage.format.value}-{storage.structure.value}"
-        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(ONE_WORKER)
-    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(ONE_WORKER)
+        convert.hf_to_mm(root / "hf", root / name, LAYOUT, storage).run(num_workers=1)
+    convert.hf_to_mm(root / "hf", root / "vit", LAYOUT, Storage(vit_only=True)).run(num_workers=1)
     return root
 
 
@@ -120,7 +117,7 @@ def test_without_a_manifest_copies_are_compared_and_padding_is_zero(copy):
 def test_layers_that_the_peers_converter_loses(made, tmp_path):
     """Since 26.0.0 it omits the end of an LLM whose list begins with 0."""
     layout = Layout(((2, 0, 0),), ((0, 1, 2),), 1)
-    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(ONE_WORKER)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", layout).run(num_workers=1)
     (tmp_path / "mm" / "manifest.json").unlink()
     last = tmp_path / "mm" / "release" / "mp_rank_00_002" / "model.safetensors"
     lost = ("decoder.layers.1.", "final_layernorm", "output_layer")
@@ -132,7 +129,7 @@ def test_layers_that_the_peers_converter_loses(made, tmp_path):
 
 def test_directories_of_the_peers_hetero_parallel_are_named(made, tmp_path):
     """Each of its files holds the whole encoder."""
-    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(ONE_WORKER)
+    convert.hf_to_mm(made / "hf", tmp_path / "mm", Layout(((2, 0),), ((0, 3),), 1)).run(num_workers=1)
     (tmp_path / "mm" / "manifest.json").unlink()
     first, last = (tmp_path / f"mm/release/mp_rank_00_{stage:03}/model.safetensors" for stage in range(2))
     vision = {name: tensor for name, tensor in load_file(first).items() if name.startswith("image_encoder.")}
@@ -179,7 +176,7 @@ def test_a_checkpoint_that_mindspeed_mm_trained(made, tmp_path):
     read_all(trained, needs_optimizer=False)
     source = open_to_train(trained, SMALL.model, needs_optimizer=False)
     assert (source.iteration, source.consumed_samples) == (100, 4800)
-    convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(ONE_WORKER)
+    convert.mm_to_hf(trained, made / "hf", tmp_path / "back").run(num_workers=1)
     for file in (made / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes()
 
@@ -197,7 +194,19 @@ def test_a_dtype_that_differs_from_the_manifest(made, tmp_path):
     file, name = path / "release/mp_rank_00_001/model.safetensors", "text_decoder.decoder.final_layernorm.weight"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].view(torch.float16)}, file)
-    assert problem_of(path).startswith(f"{file}: {name} is float16, but manifest.json does not list it")
+    assert problem_of(path).startswith(f"{file}: {name} is float16, but manifest.json says bfloat16; convert")
+
+
+def test_a_tensor_in_two_dtypes_is_named(made, tmp_path):
+    directory = Path(shutil.copytree(made / "safetensors-fused", tmp_path / "mm"))
+    (directory / "manifest.json").unlink()
+    name = "text_decoder.decoder.layers.0.self_attention.linear_qkv.weight"
+    for path in directory.glob("release/mp_rank_01*/*.safetensors"):
+        tensors = load_file(path)
+        save_file({**tensors, name: tensors[name].float()} if name in tensors else tensors, path)
+    weight = next(one for one in model_weights(SMALL.model) if one.name == name)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight as bfloat16 and float32; give a"):
+        open_source(directory, model=SMALL.model).read_hf(weight, 0)
 
 
 @pytest.mark.parametrize("size", ["3b", "7b", "32b", "72b"])

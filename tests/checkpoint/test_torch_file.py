@@ -180,6 +180,12 @@ class Harmful:
         return self.call
 
 
+def test_a_tensor_beyond_the_end_of_the_file_is_named(path):
+    storage = torch.zeros(4)._typed_storage()
+    larger = Harmful(torch._utils._rebuild_tensor_v2, storage, 0, (10**6,), (1,), False, OrderedDict())
+    assert "model/bad.weight lies beyond the end of the file" in refusal(saved(path, {"bad.weight": larger}))
+
+
 @pytest.mark.parametrize("place", ["top", "model", "args"])
 def test_no_code_of_the_pickle_runs(path, tmp_path, place):
     marker = tmp_path / "marker"

@@ -27,7 +27,7 @@ LINE = ["--bf16", "--tensor-model-parallel-size", "2", "--pipeline-model-paralle
         "--global-batch-size", "192", "--seq-length", "1024", "--train-iters", "100", "--lr", "1.0e-5",
         "--lr-warmup-fraction", "0.1", "--save", "save", "--save-interval", "5", "--use-distributed-optimizer",
         "--lora-target-modules", "q_proj", "--world-size", "8"]  # fmt: skip
-FLAGS = sorted({*TRAIN.fields, *TRAIN.foreign, "--no-such-flag", "--sed"})
+FLAGS = sorted({*TRAIN.flags, *TRAIN.foreign, "--no-such-flag", "--sed"})
 VARIABLES = {"WORLD_SIZE": "8", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 
 

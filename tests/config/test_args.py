@@ -58,11 +58,12 @@ def test_defaults_are_megatrons():
 
 def test_every_flag_sets_its_own_field():
     for name, flag in ((flag_name(name), TRAIN.flags[flag_name(name)]) for name in FIELDS):
-        words = [[]] if flag.is_switch else [[one] for one in (*choices(flag.field)[-1:], "0.5", "3")]
+        words = [[]] if flag.is_switch else [[one] for one in (*choices(flag.field)[-1:], "0.5", "3", "name=3")]
         given = next(one for one in words if flag.problem([one]) is None)
         found = getattr(parse([*REQUIRED, name, *given]), flag.path[0])
-        expected = (True,) if flag.is_switch else (given[0], f"{given[0]}.0")
-        assert (found if flag.is_switch else str(found[0] if flag.takes_many else found)) in expected, name
+        found = found[0] if flag.takes_many else found
+        expected = ("True",) if flag.is_switch else (given[0], f"{given[0]}.0")
+        assert ("=".join(map(str, found)) if isinstance(found, tuple) else str(found)) in expected, name
 
 
 def test_forms_of_values():

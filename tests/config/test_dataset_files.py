@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.data import Attributes, DataConfig, DatasetFile, training_files, validation_files
+from mm.config.data import Attributes, DataConfig, DatasetFile, dataset_files
 from mm.errors import UserError
 
 ATTR = Attributes(messages="messages", images="images")
@@ -27,12 +27,12 @@ def register(folder: Path, entries: object, name: str = "data/dataset_info.json"
 
 
 def test_files_with_rates(folder):
-    assert training_files(config("a.json, b.jsonl%50,odd%50,odd%50%12.5,a.json%250")) == [
+    assert dataset_files(config("a.json, b.jsonl%50,odd%50,odd%50%12.5,a.json%250"), "dataset") == [
         DatasetFile("a.json", "a.json", ATTR, "data"), DatasetFile("b.jsonl", "b.jsonl", ATTR, "data", 50.0),
         DatasetFile("odd%50", "odd%50", ATTR, "data"), DatasetFile("odd%50", "odd%50", ATTR, "data", 12.5),
         DatasetFile("a.json", "a.json", ATTR, "data", 250.0)]
-    assert validation_files(config("a.json")) == []
-    assert validation_files(config("a.json", val_dataset="b.jsonl%10")) == [
+    assert dataset_files(config("a.json"), "val_dataset") == []
+    assert dataset_files(config("a.json", val_dataset="b.jsonl%10"), "val_dataset") == [
         DatasetFile("b.jsonl", "b.jsonl", ATTR, "data", 10.0)]
 
 
@@ -44,7 +44,7 @@ def test_names_of_llama_factorys_registry_and_of_qwens(folder):
         "plain": {"file_name": "deep/d.json", "formatting": "alpaca", "columns": {"prompt": "q", "history": None}},
         "qwen": {"annotation_path": "c.json", "data_path": "media"},
     })
-    assert training_files(config("chat%50,plain,qwen,a.json")) == [
+    assert dataset_files(config("chat%50,plain,qwen,a.json"), "dataset") == [
         DatasetFile("chat", "data/c.json", Attributes(
             messages="msgs", images="pics", role_tag="role", content_tag="content", user_tag="u", assistant_tag="a",
             system_tag=None), "data", 50.0, 7),
@@ -54,10 +54,10 @@ def test_names_of_llama_factorys_registry_and_of_qwens(folder):
 
 def test_a_registry_may_stand_elsewhere(folder):
     register(folder, {"mine": {"file_name": "a.json"}}, "names.json")
-    (source,) = training_files(config("mine", dataset_info="names.json"))
+    (source,) = dataset_files(config("mine", dataset_info="names.json"), "dataset")
     assert (source.path, source.media_root) == ("a.json", "data")
     with pytest.raises(UserError, match=r"other.json: cannot be read"):
-        training_files(config("mine", dataset_info="other.json"))
+        dataset_files(config("mine", dataset_info="other.json"), "dataset")
 
 
 @pytest.mark.parametrize(("entry", "what"), [
@@ -78,20 +78,20 @@ def test_a_registry_may_stand_elsewhere(folder):
 def test_bad_entries(folder, entry, what):
     register(folder, {"x": entry})
     with pytest.raises(UserError) as error:
-        training_files(config("x"))
+        dataset_files(config("x"), "dataset")
     assert what in str(error.value) and "dataset_info.json: x" in str(error.value)
 
 
 def test_missing_names_are_reported_together(folder):
     with pytest.raises(UserError) as error:
-        training_files(config("no.json,a.json,none"))
+        dataset_files(config("no.json,a.json,none"), "dataset")
     assert len(error.value.problems) == 2
     assert all("and there is no data/dataset_info.json" in problem for problem in error.value.problems)
     with pytest.raises(UserError, match=r"dataset is 'data', which is a directory; name the JSON"):
-        training_files(config("data"))
+        dataset_files(config("data"), "dataset")
     register(folder, {"llava": {"file_name": "c.json"}})
     with pytest.raises(UserError, match=r"'lava', which is not a file, and no name in .* .did you mean 'llava'"):
-        training_files(config("lava"))
+        dataset_files(config("lava"), "dataset")
     register(folder, [])
     with pytest.raises(UserError, match="is not an object"):
-        training_files(config("llava"))
+        dataset_files(config("llava"), "dataset")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mm.config.evaluate import Evaluating, load_evaluating
-from mm.config.inference import GenerationSettings
+from mm.config.generate import GenerationSettings
 from mm.errors import UserError
 from tests.scoring.tables import peer_json
 

@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from mm.config.generate import DEFAULT, load_asking
-from mm.config.inference import GENERATION_KEYS, GenerationSettings, read_generation, read_inference
+from mm.config.generate import (
+    DEFAULT,
+    GENERATION_KEYS,
+    GenerationSettings,
+    InferenceConfig,
+    load_asking,
+    read_generation,
+    read_inference,
+)
 from mm.config.mindspeed import FLAGS, SameAs
 from mm.errors import UserError
 from tests.test_examples import EXAMPLES
@@ -63,9 +70,9 @@ def test_ranks_that_no_launcher_has_started_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_inference_json_loads(size: str):
-    inference = read_inference(EXAMPLES / f"inference_qwen2_5_vl_{size}.json").value
+    inference = read_inference(EXAMPLES / f"inference_qwen2_5_vl_{size}.json", InferenceConfig).value
     assert inference.prompts and inference.directory
-    trained = read_inference(EXAMPLES / f"model_{size}.json").value
+    trained = read_inference(EXAMPLES / f"model_{size}.json", InferenceConfig).value
     assert trained.generation == GenerationSettings() and trained.prompts is None
     assert inference.model.language.hidden_size == trained.model.language.hidden_size
 
@@ -79,7 +86,7 @@ def test_a_file_of_the_peer_loads(write):
         "max_pixels": 12845056, "video_path": "v.mp4", "patch": {"infer_fa": True},
         "image_encoder.vision_encoder.pipeline_num_layers": [32, 0, 0, 0],
         "text_decoder.pipeline_num_layers": [1, 10, 10, 7], "text_decoder.parallel_output": False})
-    read = read_inference(path)
+    read = read_inference(path, InferenceConfig)
     assert (read.value.min_pixels, read.value.video_path, read.value.model.num_stages) == (1003520, "v.mp4", 4)
     assert read.value.generation == GenerationSettings(True, 0.1, 1, 0.001, 1.05, 256, (151645, 151643))
     assert any("--device decides" in note for note in read.notes)
@@ -89,7 +96,7 @@ def test_a_file_of_the_peer_loads(write):
     ("generation_config.num_beams", 4, "num_beams is 4; supported: null or 1"),
     ("generation_config.stop_strings", ["x"], "use --stop-tokens"),
     ("generation_config.temperatur", 1, "did you mean 'temperature'"),
-    ("generation_config.top_p", 1.5, "top_p is 1.5; expected above 0 and at most 1"),
+    ("generation_config.top_p", 1.5, "top_p is 1.5; expected a number above 0 and at most 1"),
     ("generation_config.eos_token_id", "x", 'eos_token_id is "x"; expected a token id'),
     ("pipeline_class", "InternVLPipeline", 'supported: "Qwen2VlPipeline"'),
     ("min_pixels", 10**9, "min_pixels is 1000000000, above max_pixels = 12845056"),
@@ -97,7 +104,7 @@ def test_a_file_of_the_peer_loads(write):
 ])
 def test_unsupported_settings_are_refused(write, key: str, value, what: str):
     with pytest.raises(UserError, match=what):
-        read_inference(write(**{"max_pixels": 12845056, key: value}))
+        read_inference(write(**{"max_pixels": 12845056, key: value}), InferenceConfig)
 
 
 def test_no_key_is_both_supported_and_foreign():
@@ -143,7 +150,7 @@ def test_settings_of_sampling(tmp_path: Path, flags: tuple[str, ...], temperatur
     (("--prompts", "none.jsonl", "--output", "o"), "'none.jsonl', which is not a file"),
     (("--prompt", "A", "--output", "o"), "--prompts is missing"),
     (("--prompt", "A", "--greedy", "--temperature", "1"), "--greedy and --temperature 1 are both given"),
-    (("--prompt", "A", "--top-p", "2"), "--top-p is 2; expected above 0 and at most 1"),
+    (("--prompt", "A", "--top-p", "2"), "--top-p is 2; expected a number above 0 and at most 1"),
     (("--prompt", "A", "--bf16", "--fp16"), "--bf16 and --fp16 are both given"),
     (("--prompt", "A", "--temprature", "1"), "--temprature is not a known flag (did you mean '--temperature'?)"),
     (("--prompt", "A", "--load", "nowhere"), "'nowhere', which is not a directory"),
@@ -175,4 +182,4 @@ def test_sizes_of_pictures(write, tmp_path: Path):
     data = str(EXAMPLES / "data_7b.json")
     trained = asking(tmp_path, "--prompt", "A", "--mm-data", data, "--video-maxlen", "7")
     assert (trained.media_config("hf").image_max_pixels, trained.media_config("hf").video_maxlen) == (262144, 7)
-    assert trained.directory == "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct"
+    assert trained.directory()[0] == "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mm.config.args import parse
-from mm.config.flag_rules import flag_problems
 from mm.config.lora import LoraConfig, lora_notes, lora_problems
 from mm.config.model import read_model
+from mm.errors import UserError
 from tests.config.test_args import REQUIRED
 from tests.files import EXAMPLES
 
@@ -31,11 +31,13 @@ def test_flags_are_one_setting() -> None:
 
 @pytest.mark.parametrize(("flag", "word", "what"), [
     ("--lora-rank-pattern", "q_proj=0", "an integer of at least 1"),
+    ("--lora-rank-pattern", "4", "an integer of at least 1"),
     ("--lora-alpha-pattern", "q_proj=-1", "a number from 1e-9 to 1e9"),
 ])
 def test_numbers_of_patterns_have_bounds(flag: str, word: str, what: str) -> None:
-    (problem,) = flag_problems(parse([*REQUIRED, flag, word]))
-    assert problem == f"{flag} has {word!r}; expected a pattern, = and {what}, such as q_proj=4"
+    with pytest.raises(UserError) as caught:
+        parse([*REQUIRED, flag, "k_proj=3", word])
+    assert str(caught.value) == f"{flag} is k_proj=3 {word}; expected patterns, each with = and {what}"
 
 
 def test_keys_of_the_model_json(tmp_path: Path) -> None:

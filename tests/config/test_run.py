@@ -1,26 +1,34 @@
 """One run from flags and files: derived numbers, rules across files, and all problems together."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from mm.config.run import Run, load_run, resolved
+from mm.config.args import Arguments
+from mm.config.data import DataConfig, read_data
+from mm.config.flag_rules import asks, is_due, validates
+from mm.config.layers import OffloadConfig, RecomputeConfig
+from mm.config.model import read_model
+from mm.config.run import Run, load_run, resolved, shared_settings
+from mm.config.schema import LOCAL, fields_of
 from mm.errors import UserError
-from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed
+from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed, model
+from tests.files import EXAMPLES
+from tests.tiny_inputs import flags_of, write_inputs
 
-FLAGS = ["--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5", "--bf16",
-         "--dry-run"]
+
+def written(tmp_path: Path, model: dict | None = None, data: dict | None = None) -> list[str]:
+    """Flags of a run in fp32 with both JSON files of the 7B, changed."""
+    for name, changes in (("model_7b.json", model), ("data_7b.json", data)):
+        (tmp_path / name).write_text(json.dumps(changed(name, changes or {}), indent=1))
+    return ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
+            "--micro-batch-size", "1", "--seq-length", "1024", "--train-iters", "100", "--lr", "1e-5"]
 
 
 def load(tmp_path, *flags: str, world_size: int | None = 8, model: dict | None = None, data: dict | None = None,
          environment: dict[str, str] | None = None) -> Run:
-    paths = []
-    for name, changes in (("model_7b.json", model), ("data_7b.json", data)):
-        path = tmp_path / name
-        path.write_text(json.dumps(changed(name, changes or {}), indent=1))
-        paths.append(str(path))
-    argv = ["--mm-model", paths[0], "--mm-data", paths[1], *FLAGS, *flags]
-    return load_run(argv, world_size, environment or {})
+    return load_run([*written(tmp_path, model, data), "--bf16", "--dry-run", *flags], world_size, environment or {})
 
 
 def problems(tmp_path, *flags: str, **how) -> list[str]:
@@ -125,7 +133,6 @@ def test_sources_of_the_world_size(tmp_path):
     (["--lr-warmup-iters", "100"], {}, "expected fewer than the 100 decay steps (--train-iters)"),
     (["--save-retain-interval", "5"], {}, "--save is missing"),
     (["--save", "x", "--save-interval", "4", "--save-retain-interval", "6"], {}, "a multiple of --save-interval = 4"),
-    (["--overlap-param-gather"], {}, "needs split optimizer state"),
     (["--profile-pipeline", "101"], {}, "--profile-pipeline is 101, but the last iteration is --train-iters = 100"),
     (["--profile", "--profile-step-start", "12"], {}, "--profile-step-start is 12; expected less than "
      "--profile-step-end = 12, before which the profiler stops"),
@@ -133,17 +140,11 @@ def test_sources_of_the_world_size(tmp_path):
     (["--profile", "--profile-ranks", "7", "8", "9"], {}, "--profile-ranks has 8, 9, but the world size is 8; expected "
      "ranks from 0 to 7"),
     (["--recompute-granularity", "full"], {}, "which also needs --recompute-method"),
-    (["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernrom"], {},
-     "--recompute-modules is 'layernrom'; expected one or more of layernorm, mlp_act, mlp, core_attn (did you mean "
-     "'layernorm'?)"),
     (["--recompute-modules", "mlp"], {}, "--recompute-modules needs --recompute-granularity 'selective'"),
     (["--freeze-modules", "norm"], {"model": {"freeze_modules": ["bias"]}}, 'freeze_modules is ["bias"]; both set'),
     ([], {"model": {f"{LANGUAGE}.max_position_embeddings": 512}},
      "--seq-length is 1024; expected at most text_decoder.max_position_embeddings = 512"),
-    ([], {"model": {f"{LANGUAGE}.vocab_size": 1000}}, "expected all below vocab_size = 1000"),
     ([], {"model": {f"{LANGUAGE}.pipeline_num_layers": [12, 15]}}, "which sums to 27; expected num_layers = 28"),
-    ([], {"model": {f"{VISION}.pipeline_num_layers": [16, 16], f"{LANGUAGE}.pipeline_num_layers": [1, 27]}},
-     "cannot come before the last ViT layer"),
     ([], {"model": {f"{VISION}.pipeline_num_layers": [[16, 16], [0, 0]],
                     f"{LANGUAGE}.pipeline_num_layers": [[0, 4], [12, 12]]}},
      "--global-batch-size is 4; microbatches of a replica: 1, but virtual chunks need at least one for each of the 2 "
@@ -223,11 +224,7 @@ def test_missing_paths_are_problems_except_in_a_dry_run(tmp_path):
     for what in ("--load is 'nowhere', which is not a directory", "model_name_or_path", "dataset_dir is './data'",
                  "dataset is './data/mllm"):
         assert what in reported
-    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
-            "--load", "nowhere", *(flag for flag in FLAGS if flag != "--dry-run")]
-    with pytest.raises(UserError) as caught:
-        load_run(argv, 8, {})
-    assert len(caught.value.problems) == 4
+    assert len(refused([*written(tmp_path), "--bf16", "--load", "nowhere"], {}, 8)) == 4
 
 
 def test_notes(tmp_path):
@@ -256,12 +253,9 @@ def test_resolved_run_is_json_and_complete(tmp_path):
 
 def test_precision_keys_may_be_absent(tmp_path):
     absent = {f"{tower}.{key}": ABSENT for tower, keys in (
-        (VISION, ("fp16", "bf16", "params_dtype")), ("image_encoder.vision_projector", ("bf16", "params_dtype")),
+        (VISION, ("fp16", "bf16", "params_dtype")), (PROJECTOR, ("bf16", "params_dtype")),
         (LANGUAGE, ("bf16", "params_dtype"))) for key in keys}
-    for name, changes in (("model_7b.json", absent), ("data_7b.json", {})):
-        (tmp_path / name).write_text(json.dumps(changed(name, changes)))
-    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
-            *(flag for flag in FLAGS if flag != "--bf16")]
+    argv = [*written(tmp_path, absent), "--dry-run"]
     assert load_run(argv, 2, {}).args.precision == "fp32"
     assert load_run([*argv, "--fp16"], 2, {}).args.precision == "fp16"
 
@@ -272,30 +266,23 @@ def test_precision_keys_may_be_absent(tmp_path):
     (["--fp16"], {"fp16": True, "bf16": False, "params_dtype": "float16"}),
 ])
 def test_precision_keys_may_repeat_the_flags(tmp_path, flags, values):
-    towers = (VISION, "image_encoder.vision_projector", LANGUAGE)
-    changes = {f"{tower}.{key}": value for tower in towers for key, value in values.items()}
-    for name, how in (("model_7b.json", changes), ("data_7b.json", {})):
-        (tmp_path / name).write_text(json.dumps(changed(name, how), indent=1))
-    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
-            *(flag for flag in FLAGS if flag != "--bf16")]
+    towers = (VISION, PROJECTOR, LANGUAGE)
+    argv = [*written(tmp_path, {f"{tower}.{key}": value for tower in towers for key, value in values.items()}),
+            "--dry-run"]
     assert load_run([*argv, *flags], 2, {}).args.precision == (flags or ["--fp32"])[0].removeprefix("--")
     for other in {"--bf16", "--fp16"}.difference(flags):
-        problems = refused([*argv, other], {})
-        reported = [problem for problem in problems if problem.endswith("; change the flag or the file")]
-        assert len(reported) == 1
-        assert all(f"{tower}.params_dtype is" in reported[0] for tower in towers)
+        (reported,) = (one for one in refused([*argv, other], {}) if one.endswith("; change the flag or the file"))
+        assert all(f"{tower}.params_dtype is" in reported for tower in towers)
 
 
-def refused(argv: list[str], environment: dict[str, str]) -> list[str]:
+def refused(argv: list[str], environment: dict[str, str], world_size: int | None = None) -> list[str]:
     with pytest.raises(UserError) as caught:
-        load_run(argv, environment=environment)
+        load_run(argv, world_size, environment)
     return list(caught.value.problems)
 
 
 def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_path):
-    load(tmp_path)
-    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
-            *(flag for flag in FLAGS if flag != "--dry-run")]
+    argv = [*written(tmp_path), "--bf16"]
     for environment, flags, what in (
         ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is set, but RANK is not"),
         ({"RANK": "1"}, (), "RANK is set, but WORLD_SIZE is not"),
@@ -312,11 +299,159 @@ def test_a_run_that_no_launcher_started_must_not_wait_for_its_other_ranks(tmp_pa
 
 
 def test_missing_paths_are_reported_together_with_problems_of_a_file(tmp_path):
-    load(tmp_path)
+    argv = [*written(tmp_path), "--load", "nowhere", "--sed", "1"]
     (tmp_path / "model_7b.json").write_text("{")
-    argv = ["--mm-model", str(tmp_path / "model_7b.json"), "--mm-data", str(tmp_path / "data_7b.json"),
-            "--load", "nowhere", "--sed", "1", *(flag for flag in FLAGS if flag != "--dry-run")]
     reported = refused(argv, {})
     assert len(reported) == 6
     for what in ("--sed is not", "model_7b.json:1", "--load is 'nowhere'", "model_name_or_path", "dataset_dir"):
         assert any(what in problem for problem in reported), what
+
+
+def test_every_text_flag_is_a_path_that_machines_may_differ_in() -> None:
+    for cls in (Arguments, DataConfig):
+        for name, field in fields_of(cls).items():
+            assert LOCAL in field.metadata or field.annotation not in (str, str | None), name
+
+
+def test_machines_may_differ_in_paths_and_workers_only(tmp_path: Path) -> None:
+    inputs, elsewhere = write_inputs(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def settings(folder: Path, *flags: str) -> dict[str, str]:
+        words = flags_of(inputs, "a", 1, *flags, "--mm-model", str(folder / "model_1.json"), "--mm-data",
+                         str(folder / "data.json"), "--log-dir", str(folder))
+        return shared_settings(load_run(words, 1, {}))
+
+    for name in ("model_1.json", "data.json"):
+        (elsewhere / name).write_bytes((inputs / name).read_bytes())
+    ours = settings(inputs)
+    assert settings(elsewhere, "--num-workers", "3") == ours and len(ours) > 150
+    model = json.loads((inputs / "model_1.json").read_text())
+    model["text_decoder"]["rope_theta"] = 5.0
+    (elsewhere / "model_1.json").write_text(json.dumps(model))
+    theirs = settings(elsewhere, "--lr", "2e-3", "--overlap-grad-reduce")
+    assert {name: value for name, value in theirs.items() if ours[name] != value} == {
+        "--lr": "0.002", "--overlap-grad-reduce": "true", "language.rope_theta of --mm-model": "5.0"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[md]*_*.json")), ids=lambda path: path.name)
+def test_every_shipped_json_loads(path):
+    assert (read_model if path.name.startswith("model_") else read_data)(path).value
+
+
+# When validations and questions are due, and the problems of settings that need them where there are none.
+
+VAL_RATE = {"dataset_param.basic_parameters.val_rate": 0.25}
+DATA = "data_7b.json"
+
+
+def test_validations_are_due_at_the_interval_and_after_the_last_step(tmp_path):
+    args = load(tmp_path, "--eval-interval", "30", data=VAL_RATE).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [30, 60, 90, 100]
+    args = load(tmp_path).args
+    assert [step for step in range(1, 101) if is_due(args, step)] == [100]  # every 1000, as in Megatron
+
+
+def test_questions_are_asked_at_the_interval_and_after_the_last_step(tmp_path):
+    asked = ("--eval-generate-questions", "q.json", "--eval-generate-rule", "exact", "--eval-generate-interval", "40")
+    run = load(tmp_path, *asked)
+    assert [step for step in range(1, 101) if asks(run.args, step)] == [40, 80, 100]
+    args = load(tmp_path).args
+    assert not any(asks(args, step) for step in range(1, 101))
+    assert "--eval-generate-questions is 'q.json', which is not a file" in run.missing  # a problem without --dry-run
+
+
+def test_validation_needs_samples_and_may_be_switched_off(tmp_path):
+    for flags, data, expected in (((), VAL_RATE, True), ((), {}, False), (("--eval-iters", "0"), VAL_RATE, False),
+                                  (("--eval-iters", "5"), VAL_RATE, True),
+                                  ((), {"dataset_param.basic_parameters.val_rate": 0.0}, False)):
+        run = load(tmp_path, *flags, data=data)
+        assert validates(run.args, run.data) is expected
+
+
+def test_the_peers_flags_without_samples_give_a_note(tmp_path):
+    notes = load(tmp_path, "--eval-interval", "10000", "--eval-iters", "5000").notes
+    (note,) = [note for note in notes if "validation" in note]
+    assert note == (f"--eval-interval, --eval-iters: no effect: without val_dataset or val_rate in {tmp_path / DATA} "
+                    f"there is no validation")
+    assert not [note for note in load(tmp_path, "--eval-interval", "7", data=VAL_RATE).notes if "validation" in note]
+
+
+@pytest.mark.parametrize(("flags", "data", "expected"), [
+    (("--save", "s", "--save-best"), {}, "--save-best: there is no validation: {data} has neither val_dataset "
+                                         "nor val_rate; add one of them to its basic_parameters"),
+    (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
+     "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or "
+     "remove it"),
+    (("--save-best",), VAL_RATE, "--save-best is given, but --save is missing: add --save, or remove --save-best"),
+    (("--early-stopping-patience", "0"), VAL_RATE,
+     "--early-stopping-patience is 0; expected an integer of at least 1"),
+    (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
+    (("--eval-generate-interval", "5"), {},
+     "--eval-generate-interval is given, but --eval-generate-questions is missing: add "
+     "--eval-generate-questions, or remove --eval-generate-interval"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.json"), {},
+     "--eval-generate-questions needs --eval-generate-benchmark if it is a benchmark's file, or "
+     "--eval-generate-rule to score your own questions"),
+    (("--eval-generate-interval", "5", "--eval-generate-questions", "q.tsv", "--eval-generate-rule", "anls",
+      "--eval-generate-benchmark", "docvqa"), {},
+     "--eval-generate-rule and --eval-generate-benchmark are both given; keep one"),
+    (("--eval-iters", "-1"), VAL_RATE, "--eval-iters is -1; expected an integer of at least 0"),
+])
+def test_impossible_settings_are_refused(tmp_path, flags, data, expected):
+    assert problems(tmp_path, *flags, data=data) == [expected.format(data=tmp_path / DATA)]
+
+
+# How towers keep activations: from the model JSON, and from flags where that says nothing.
+
+def test_block_recomputes_the_first_layers_of_each_chunk_and_uniform_all():
+    block, chunks = RecomputeConfig("full", "block", 2), (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    assert [list(block.whole_layers(layers)) for layers in chunks] == [[0], [1, 2], [], [5, 6]]
+    assert [RecomputeConfig("full", "uniform", 2).whole_layers(layers) for layers in chunks] == list(chunks)
+    assert not any(RecomputeConfig("selective").whole_layers(layers) for layers in chunks)
+
+
+def test_offload_is_of_all_layers_of_each_chunk_or_the_first():
+    chunks = (range(0, 1), range(1, 5), range(5, 5), range(5, 8))
+    for config, expected in (
+        (OffloadConfig(), [[], [], [], []]), (OffloadConfig(False), [[], [], [], []]),
+        (OffloadConfig(True), [[0], [1, 2, 3, 4], [], [5, 6, 7]]), (OffloadConfig(True, 2), [[0], [1, 2], [], [5, 6]]),
+        (OffloadConfig(None, 0), [[], [], [], []]), (OffloadConfig(True, 0), [[], [], [], []]),
+        (OffloadConfig(None, 2), [[0], [1, 2], [], [5, 6]]),
+    ):
+        assert [list(config.layers(layers, is_before_head=False)) for layers in chunks] == expected
+        before = [list(config.layers(layers, is_before_head=True)) for layers in chunks]
+        assert before == [[layer for layer in some if layer != layers.stop - 1]
+                          for some, layers in zip(expected, chunks, strict=True)]
+
+
+def test_megatrons_names_of_offload(tmp_path):
+    config = model(tmp_path, **{f"{VISION}.cpu_offloading_activations": True,
+                                f"{LANGUAGE}.cpu_offloading_num_layers": 4})
+    assert (config.vision.offload, config.language.offload) == (OffloadConfig(True), OffloadConfig(None, 4))
+
+
+def test_recompute_flags_apply_where_the_json_has_none(tmp_path):
+    run = load(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers",
+               "1", model={f"{LANGUAGE}.recompute_granularity": "selective"})
+    assert run.model.vision.recompute.method == "uniform"
+    assert run.model.language.recompute.granularity == "selective"
+
+
+def test_offload_flags_apply_where_the_json_has_none(tmp_path):
+    for flags, expected in ((["--cpu-offload-activations"], 28), (["--cpu-offloading-num-layers", "5"], 5),
+                            (["--cpu-offload-activations", "--cpu-offloading-num-layers", "6"], 6), ([], 0)):
+        run = load(tmp_path, *flags, model={f"{VISION}.cpu_offloading_activations": False})
+        assert len(run.model.language.offload.layers(range(28), is_before_head=False)) == expected
+        assert not run.model.vision.offload.layers(range(32), is_before_head=False)
+
+
+def test_offload_flags_without_effect_are_noted(tmp_path):
+    both = {f"{VISION}.cpu_offloading_activations": False, f"{LANGUAGE}.cpu_offloading_num_layers": 3}
+    for keys, expected in ((both, 1), ({f"{VISION}.cpu_offloading_activations": False}, 0), ({}, 0)):
+        notes = load(tmp_path, "--cpu-offloading-num-layers", "5", model=keys).notes
+        unused = [note for note in notes if str(note).startswith("--cpu-offloading-num-layers: no effect")]
+        assert len(unused) == expected
+    kept = {f"{tower}.recompute_granularity": "selective" for tower in (VISION, LANGUAGE)}
+    notes = load(tmp_path, "--recompute-granularity", "selective", model=kept).notes
+    assert "--recompute-granularity: no effect: the model JSON has such settings for both towers" in map(str, notes)

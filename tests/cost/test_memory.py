@@ -13,8 +13,7 @@ from mm.config.layers import RecomputeConfig
 from mm.config.model import ModelConfig, read_model
 from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
-from mm.cost.model_states import offloaded
-from mm.cost.stage_memory import StageMemory
+from mm.cost.stage_memory import StageMemory, offloaded, stage_memory
 from mm.model.layers.loss import MAX_LOGIT_ROWS
 from mm.parallel.order import stage_steps
 from tests.plan.test_dry_run import EXAMPLES, run_of
@@ -60,14 +59,6 @@ def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
     assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
 
 
-def test_sequence_parallel_ranks_share_rows_too() -> None:
-    whole, half = (layer_bytes(model_3b().language, 11008, 2, 2, num_pieces) for num_pieces in (1, 2))
-    assert (whole.residuals, whole.norm_outputs, whole.input) == (2 * half.residuals, 2 * half.norm_outputs, 4096)
-    assert (half.attention, half.swiglu_input, half.input) == (whole.attention, whole.swiglu_input, 2048)
-    assert whole.gathered == 0 and half.gathered == 4096
-    assert half.kept(INPUT) * 2 == whole.kept(INPUT)
-
-
 @pytest.mark.parametrize(
     ("freeze", "recompute", "layers_kept"),
     [
@@ -100,13 +91,6 @@ def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
     assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
 
 
-def test_a_frozen_prefix_keeps_nothing_but_needs_working_memory() -> None:
-    stage, _ = stages([32, 0], [0, 36], "vp")
-    assert stage.kept_bytes(PATCHES) == 0
-    layer = layer_bytes(stage.model.vision, 3424, 1, 2)
-    assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
-
-
 def test_microbatches_in_flight_under_1f1b() -> None:
     found = [StageMemory((chunk,)).in_flight(TOKENS, 3) for chunk in stages([32, 0, 0, 0], [0, 12, 12, 12])]
     assert found == [(3,), (3,), (2,), (1,)]
@@ -131,8 +115,8 @@ def test_the_peak_includes_logits_or_a_running_layer() -> None:
 
 def test_chunks_of_a_stage_share_its_memory() -> None:
     """3B on two stages of two chunks, 4 microbatches: stage 0 runs five forward passes before a backward pass."""
-    model = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4).model
-    first, last = (StageMemory.of(model, model.placement(), stage, 1, "bf16") for stage in range(2))
+    run = run_of("3b", [[32, 0], [0, 0]], [[0, 12], [12, 12]], 2, global_batch_size=4, bf16=True)
+    first, last = (stage_memory(run, run.model.placement(), stage) for stage in range(2))
     assert first.in_flight(TOKENS, 4) == (3, 2)  # chunk 0 is the ViT, which keeps nothing for text
     assert last.in_flight(TOKENS, 4) == (3, 0)  # its second chunk runs the backward pass at once
     kept = [chunk.kept_bytes(TOKENS) for chunk in last.chunks]
@@ -153,20 +137,6 @@ def test_cached_vit_features_arrive_in_whole_rows() -> None:
     assert more(first) == 0
     assert more(second) == 400 * 1280 * 2 // 2
     assert more(alone) == 400 * (1280 - 1176) * 2
-
-
-def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
-    """Nothing of the ViT is cut, not even with sequence parallelism: a patch costs what it costs on one rank."""
-    alone = stages([16, 16, 0], [0, 0, 36])
-    whole = [dataclasses.replace(one, tp_size=2, num_pieces=2, model=dataclasses.replace(
-        one.model, encoder_placement="tensor_ranks")) for one in alone]
-    rows = MicrobatchSizes(0, 400, 0)
-    for one, other in zip(alone[:2], whole[:2], strict=True):
-        assert other.kept_bytes(rows) == one.kept_bytes(rows) > 0
-        assert other.coming_bytes(rows) == one.coming_bytes(rows)
-        assert other.working_bytes(rows) == one.working_bytes(rows)
-    text = MicrobatchSizes(400, 0, 0)
-    assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12))

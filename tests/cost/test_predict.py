@@ -13,8 +13,8 @@ from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
 from mm.config.run import Run
 from mm.cost.calibration import BlockLaws, Calibration, Law, Network
-from mm.cost.model_states import stage_sizes
 from mm.cost.predict import Predictor, StepPrediction
+from mm.cost.stage_memory import stage_sizes
 from mm.cost.workload import Workload, counts_of
 from mm.data.sampler.cost import pipeline_order
 from mm.errors import UserError

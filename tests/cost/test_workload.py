@@ -7,7 +7,7 @@ from mm.config.data import DataConfig
 from mm.config.run import Run
 from mm.cost.workload import COUNTS, sample_counts, workload_of
 from mm.data.sampler.sampler import order_of
-from mm.plan.distributions import llava
+from mm.plan.layouts import llava
 from tests.tiny import our_config
 
 LENGTHS = llava(64)

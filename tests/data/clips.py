@@ -12,9 +12,9 @@ import av
 import numpy as np
 import torch
 
-from mm.data.media.frame_sampling import Clock, wanted_frames
 from mm.data.media.video_decode import BACKENDS
 from mm.data.media.video_header import read_header
+from mm.data.media.video_patches import Clock, wanted_frames
 from tests.data.oracle import PREPROCESSOR, photo
 
 TICK = Fraction(1, 600)

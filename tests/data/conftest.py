@@ -8,18 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
+from demo.tiny_checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
 from mm.config.data import DataConfig
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from tests.data.oracle import (
-    CHAT_TEMPLATE,
-    PREPROCESSOR,
-    RECORDS,
-    SPECIAL_TOKENS,
-    TEXTS,
-    Transformers,
-    data_config,
-    photo,
-)
+from tests.data.oracle import PREPROCESSOR, RECORDS, TEXTS, Transformers, data_config, photo
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +30,7 @@ def hf_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = model["vocab"]
     vocabulary.setdefault(newline * 2, len(vocabulary))
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        eos_token="<|im_end|>",
-        extra_special_tokens=SPECIAL_TOKENS,
-    )
+        vocab=vocabulary, merges=merges, eos_token="<|im_end|>", extra_special_tokens=[*SPECIAL_TOKENS])
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
@@ -84,27 +72,13 @@ def model_config(tokenizer: Qwen2Tokenizer) -> ModelConfig:
     """Only the fields that the data side reads match the tokenizer; sizes are small."""
     return ModelConfig(
         vision=VisionConfig(
-            num_layers=1,
-            pipeline_num_layers=((1,),),
-            hidden_size=16,
-            ffn_hidden_size=16,
-            num_attention_heads=1,
-            window_attn_size=112,
-            fullatt_block_indexes=(0,),
-        ),
+            num_layers=1, pipeline_num_layers=((1,),), hidden_size=16, ffn_hidden_size=16, num_attention_heads=1,
+            window_attn_size=112, fullatt_block_indexes=(0,)),
         projector=ProjectorConfig(input_size=16, ffn_hidden_size=64, hidden_size=16),
         language=LanguageConfig(
-            num_layers=1,
-            pipeline_num_layers=((1,),),
-            hidden_size=16,
-            ffn_hidden_size=16,
-            num_attention_heads=1,
-            num_query_groups=1,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=4096,
-            mrope_section=(2, 3, 3),
-            kv_channels=16,
-        ),
+            num_layers=1, pipeline_num_layers=((1,),), hidden_size=16, ffn_hidden_size=16, num_attention_heads=1,
+            num_query_groups=1, vocab_size=len(tokenizer), max_position_embeddings=4096, mrope_section=(2, 3, 3),
+            kv_channels=16),
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),

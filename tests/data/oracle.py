@@ -11,38 +11,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2Tokenizer, Qwen
 
 from mm.batch import Microbatch, normalised
 from mm.config.data import Attributes, DataConfig
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.sample import Sample, Video
-from mm.data.sampler.sample_stream import SampleOrder, in_turn, shuffled
-
-SPECIAL_TOKENS = [
-    f"<|{name}|>"
-    for name in (
-        *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
-        *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
-    )
-]
-
-CHAT_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    "{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}"
-    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' or 'video' in content %}"
-    "{% set video_count.value = video_count.value + 1 %}"
-    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""The template of the published Qwen2.5-VL checkpoints."""
+from mm.data.sampler.sampler import SampleOrder, in_turn, shuffled
 
 PREPROCESSOR = {
     "min_pixels": 3136,
@@ -137,15 +108,8 @@ def data_config(hf_directory: Path, media_directory: Path, *paths: Path, **chang
         "model_name_or_path": str(hf_directory),
         "dataset": tuple(map(str, paths)),
         "dataset_dir": str(media_directory),
-        "attr": Attributes(
-            messages="messages",
-            images="images",
-            role_tag="role",
-            content_tag="content",
-            user_tag="user",
-            assistant_tag="assistant",
-            system_tag="system",
-        ),
+        "attr": Attributes(messages="messages", images="images", role_tag="role", content_tag="content",
+                           user_tag="user", assistant_tag="assistant", system_tag="system"),
         "image_max_pixels": MAX_PIXELS,
         "image_min_pixels": 0,
     }
@@ -162,15 +126,8 @@ class Transformers:
         self.processor = Qwen2VLImageProcessorPil(**{**settings, "max_pixels": MAX_PIXELS})
         config = Qwen2_5_VLConfig(
             vision_config={"depth": 1, "hidden_size": 16, "num_heads": 1, "out_hidden_size": 16},
-            text_config={
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "num_key_value_heads": 1,
-                "vocab_size": len(tokenizer),
-            },
-        )
+            text_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+                         "num_key_value_heads": 1, "vocab_size": len(tokenizer)})
         with torch.device("meta"):
             self._model = Qwen2_5_VLModel(config)
 

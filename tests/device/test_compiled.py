@@ -1,4 +1,4 @@
-"""CUDA's compiled leaves on the CPU: the same Inductor compiles them, only its code generator is another."""
+"""CUDA's compiled kernel functions on the CPU: the same Inductor compiles them, only its code generator is another."""
 
 
 from typing import Any
@@ -11,15 +11,15 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
-from mm.device import compiled, pointwise
-from mm.device.kernels import AddNormLeaves, Kernels
+from mm.device import kernels, pointwise
+from mm.device.kernels import AddNormKernels, Kernels
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_bias_gradient, with_gradient
 from tests.devices import kernels_of
 
 LOSS_TOLERANCE = 1e-6  # measured 0
 GRADIENT_TOLERANCE = 1e-5  # measured 1.5e-6, relative, by norm of each gradient
-NUM_LEAVES, NUM_TOWERS = 10, 2
+NUM_FUNCTIONS, NUM_TOWERS = 10, 2
 """SwiGLU and rope have two each.  The norm has four: with and without a summand, and with and without a gradient of the
 sum.  Rows in another order, and the loss, have one each for a tower."""
 LANGUAGE = (2, 2, 12)
@@ -44,7 +44,7 @@ on_cuda = pytest.mark.skipif(
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
-def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
+def test_a_function_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, operator: str, where: str) -> None:
     num_graphs, num_kernels = compiled_so_far()
     for rows in (50, 7, 300):
         x = (torch.randn(rows, 144),) if operator == "swiglu" else (fused_projection(LANGUAGE, rows), *tables(12, rows))
@@ -58,7 +58,7 @@ def test_a_leaf_is_one_kernel_for_any_number_of_rows(compiled_kernels: Kernels, 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 @pytest.mark.parametrize("operator", ["swiglu", "rope"])
-def test_the_gradient_of_a_bias_is_summed_by_the_leaf_that_makes_its_rows(
+def test_the_gradient_of_a_bias_is_summed_by_the_kernel_that_makes_its_rows(
     compiled_kernels: Kernels, operator: str, where: str
 ) -> None:
     """For any number of rows, of blocks of 64 and of none; what it sums is not rounded before."""
@@ -88,12 +88,12 @@ def test_rounding_at_random_is_one_kernel_for_any_number_of_elements(compiled_ke
     assert graphs == [[1, 1], [0, 0], [0, 0]]
 
 
-def both_leaves(
-    leaves: AddNormLeaves, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
+def both_directions(
+    kernels: AddNormKernels, x: Tensor, added: Tensor, total_gradient: Tensor, gradient: Tensor, weight: Tensor,
     index: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    total, normed, factors = leaves.forward(x, added, None, weight, 1e-6, index)
-    return total, normed, factors, *leaves.gradient(
+    total, normed, factors = kernels.forward(x, added, None, weight, 1e-6, index)
+    return total, normed, factors, *kernels.gradient(
         total_gradient, gradient, total, factors, weight, True, True)
 
 
@@ -102,7 +102,7 @@ def both_leaves(
 def test_the_norm_of_a_sum_is_compiled_once_for_any_number_of_rows(
     compiled_kernels: Kernels, orders: bool, num_graphs: int, where: str
 ) -> None:
-    fused, plain, graphs = compiled_kernels.add_norm, kernels_of("cuda", lambda leaf: leaf).add_norm, []
+    fused, plain, graphs = compiled_kernels.add_norm, kernels_of("cuda", lambda function: function).add_norm, []
     assert fused is not None and plain is not None
     for rows in (50, 7, 300):
         x, added, total_gradient, gradient = (torch.randn(rows, 48, device=where) for _ in range(4))
@@ -110,7 +110,7 @@ def test_the_norm_of_a_sum_is_compiled_once_for_any_number_of_rows(
         index = torch.randperm(rows, device=where) if orders else None
         before, _ = compiled_so_far()
         found, expected = (
-            both_leaves(one, x, added, total_gradient, gradient, weight, index) for one in (fused, plain))
+            both_directions(one, x, added, total_gradient, gradient, weight, index) for one in (fused, plain))
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() <= 2e-6 * theirs.norm()  # measured 4.4e-7
         graphs.append(compiled_so_far()[0] - before)
@@ -119,7 +119,7 @@ def test_the_norm_of_a_sum_is_compiled_once_for_any_number_of_rows(
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])
 def test_cross_entropy_is_two_kernels_for_any_number_of_rows(compiled_kernels: Kernels, where: str) -> None:
-    fused, plain, graphs = compiled_kernels.logits, kernels_of("cuda", lambda leaf: leaf).logits, []
+    fused, plain, graphs = compiled_kernels.logits, kernels_of("cuda", lambda function: function).logits, []
     for rows in (50, 7, 300):
         logits, of_rows = torch.randn(rows, 96, device=where).bfloat16(), torch.rand(2, rows, 1, device=where)
         target = torch.randint(96, (rows, 1), device=where)
@@ -133,11 +133,11 @@ def test_cross_entropy_is_two_kernels_for_any_number_of_rows(compiled_kernels: K
     assert graphs == [2, 0, 0], "forward and backward, from the first rows on"
 
 
-def test_the_model_trains_the_same_with_compiled_leaves(one_rank: Any, compiled_kernels: Kernels) -> None:
-    """Three microbatches of different sizes, so every leaf sees several numbers of rows."""
+def test_the_model_trains_the_same_with_compiled_kernel_functions(one_rank: Any, compiled_kernels: Kernels) -> None:
+    """Three microbatches of different sizes, so every kernel function sees several numbers of rows."""
     num_graphs, _ = compiled_so_far()
     loss, gradients, _ = train(compiled_kernels, one_rank)
-    assert 0 < compiled_so_far()[0] - num_graphs <= NUM_LEAVES * NUM_TOWERS
+    assert 0 < compiled_so_far()[0] - num_graphs <= NUM_FUNCTIONS * NUM_TOWERS
     expected_loss, expected_gradients, _ = train(kernels_of("cpu"), one_rank)
     assert abs(loss - expected_loss) <= LOSS_TOLERANCE * expected_loss
     assert worst_error(gradients, expected_gradients) <= GRADIENT_TOLERANCE
@@ -155,19 +155,19 @@ GRADIENT, FORWARD = ((16, 32), (False,)), ((32, 16), ())
 """Widths, and arguments that are no tensors."""
 
 
-@pytest.mark.parametrize(("leaf", "arguments"), [
+@pytest.mark.parametrize(("function", "arguments"), [
     (pointwise.swiglu_gradient_fusable, GRADIENT), (swiglu_and_more, FORWARD), (second_of_two, FORWARD)])
 def test_dynamo_looks_at_the_first_call_of_each_shape_alone(
-    leaf: Any, arguments: tuple, monkeypatch: pytest.MonkeyPatch
+    function: Any, arguments: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a leaf gives nothing in some place."""
+    """Also where a function gives nothing in some place."""
     marked = []
     real = torch._dynamo.maybe_mark_dynamic
     monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda x, dim: (marked.append(len(x)), real(x, dim)))
-    (fast, (widths, others)) = compiled.compiled(leaf), arguments
+    (fast, (widths, others)) = kernels.compiled(function), arguments
     for rows in (5, 7, 5, 5, 7, 300, 1, 0, 1, 5):
         given = *(torch.randn(rows, width) for width in widths), *others
-        for mine, theirs in zip(fast(*given), leaf(*given), strict=True):
+        for mine, theirs in zip(fast(*given), function(*given), strict=True):
             assert (mine is None) == (theirs is None)
             if mine is not None:
                 torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
@@ -175,16 +175,16 @@ def test_dynamo_looks_at_the_first_call_of_each_shape_alone(
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled.compile_fault(torch.device("cpu")) is None
+    assert kernels.compile_fault(torch.device("cpu")) is None
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
     with fresh_cache():
-        fault = compiled.compile_fault(torch.device("cpu"))
+        fault = kernels.compile_fault(torch.device("cpu"))
     assert fault is not None and "compiler" in fault.lower()
 
 
-def test_a_leaf_that_cannot_be_compiled_is_an_error() -> None:
-    def leaf(x: torch.Tensor) -> torch.Tensor:
+def test_a_kernel_function_that_cannot_be_compiled_is_an_error() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum() > 0 else x
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled.compiled(leaf)(torch.ones(3))
+        kernels.compiled(function)(torch.ones(3))

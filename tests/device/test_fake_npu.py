@@ -4,13 +4,15 @@ The whole program runs, from the command line to the export, through megatron-co
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.files import json_lines
-from tests.launch import run_ranks, torchrun
+from tests.files import ROOT, json_lines
+from tests.launch import run_ranks
 from tests.tiny_inputs import write_inputs
 
 NUM_ITERATIONS = 2
@@ -22,8 +24,8 @@ LAYOUTS = {  # name: (processes, model JSON, what the same run on the CPU is cal
     "pp2": (2, "model_2", "fp32", ("--profile-pipeline", "2", "--log-timers", "--cpu-offload-activations")),
     "tp2-bf16": (2, "model_1", "bf16", ("--bf16", "--tensor-model-parallel-size", "2", "--use-distributed-optimizer",
                                         "--store-param-remainders", "--optimizer-cpu-offload")),
-    "tp2-sequence": (2, "model_1", "fp32", ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "tp2-whole-encoder": (2, "model_whole", "fp32", ("--tensor-model-parallel-size", "2")),
+    "tp2-sequence-whole-encoder": (2, "model_whole", "fp32", ("--tensor-model-parallel-size", "2",
+                                                              "--sequence-parallel")),
     "cp2-ulysses": (2, "model_1", "fp32", ("--context-parallel-size", "2", "--optimizer-cpu-offload",
                                            "--optimizer-offload-fraction", "0.5")),
     "cp2-ring-bf16": (2, "model_1", "bf16", ("--bf16", "--context-parallel-size", "2", "--context-parallel-algo",
@@ -59,8 +61,8 @@ def flags(inputs: Path, device: str, name: str, model: str, *more: str) -> list[
     ]  # fmt: skip
 
 
-def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> None:
-    """Run ``names`` of LAYOUTS one after another in one set of processes; the first of them also stops and goes on."""
+def write_runs(inputs: Path, device: str, names: list[str]) -> str:
+    """The file of the runs ``names`` of LAYOUTS; on the NPU the first of them also stops and goes on."""
     runs = []
     for name in names:
         _, model, _, more = LAYOUTS[name]
@@ -70,15 +72,10 @@ def launch(inputs: Path, device: str, num_processes: int, names: list[str]) -> N
             runs.append({"name": f"{name}-first", "flags": [*start, *hf, "--exit-interval", "1"]})
             hf = ("--load", str(inputs / device / name / "save"))
         runs.append({"name": name, "flags": [*start, *hf]})
-    order = inputs / f"{device}_{num_processes}.json"
-    order.write_text(json.dumps(runs))
+    file = inputs / f"{device}_{names[0]}.json"
+    file.write_text(json.dumps(runs))
     (inputs / device).mkdir(exist_ok=True)
-    words = ("tests.device.npu_worker", device, str(order), str(inputs / device))
-    if device == "cpu":
-        run_ranks(num_processes, *words)
-        return
-    done = torchrun(num_processes, *words)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return str(file)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +86,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (inputs / "model_whole.json").write_text(json.dumps(model | {"encoder_placement": "tensor_ranks"}))
     model["image_encoder"]["vision_encoder"]["freeze"] = True
     (inputs / "model_frozen.json").write_text(json.dumps(model))
-    launch(inputs, "cpu", 1, list(REFERENCES))
-    for num_processes in (1, 2):
-        launch(inputs, "npu", num_processes, [name for name, one in LAYOUTS.items() if one[0] == num_processes])
+    run_ranks(1, "tests.device.npu_worker", str(inputs / "cpu"), write_runs(inputs, "cpu", list(REFERENCES)))
+    on_npu = [write_runs(inputs, "npu", [name for name, one in LAYOUTS.items() if one[0] == num_ranks])
+              for num_ranks in (1, 2)]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "tests.device.npu_worker", "npu", inputs / "npu",
+                           *on_npu], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return inputs
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from mm.config.args import DeviceName
 from mm.device import device as platforms
-from mm.device.accelerator import AcceleratorRuntime
 from mm.device.cpu import CPU
 from mm.device.device import PLATFORMS, Device
 from mm.device.kernels import Kernels
-from mm.device.platform import Platform, Runtime
+from mm.device.platform import AcceleratorRuntime, Platform, Runtime
 from mm.errors import UserError
 from tests.test_layering import our_imports, sources
 

@@ -1,4 +1,4 @@
-"""SwiGLU and rope: every set of leaves against the others.  What is compiled: test_compiled.py."""
+"""SwiGLU and rope: every set of kernel functions against the others.  What is compiled: test_compiled.py."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mm.device.kernels import Kernels
 from tests.devices import kernels_of
 
 LANGUAGE, VISION = (2, 3, 32), (4, 1, 16)
@@ -49,13 +50,13 @@ def _with_gradients(out, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
 
 
-def unfused(leaf):
-    return leaf
+def unfused(function):
+    return function
 
 
 @pytest.mark.parametrize("shape", [LANGUAGE, VISION])
 @dtypes
-def test_both_sets_of_leaves_are_equal_to_the_bit_when_eager(shape, dtype, table_dtype) -> None:
+def test_both_sets_of_functions_are_equal_to_the_bit_when_eager(shape, dtype, table_dtype) -> None:
     eager, fusable = kernels_of("cpu"), kernels_of("cuda", unfused)
     x = fused_projection(shape, 7, dtype), *(table.to(table_dtype) for table in tables(shape[2], 7))
     for mine, theirs in zip(with_gradient(fusable.rope, *x), with_gradient(eager.rope, *x), strict=True):
@@ -69,7 +70,7 @@ def test_both_sets_of_leaves_are_equal_to_the_bit_when_eager(shape, dtype, table
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 @dtypes
 def test_the_gradient_of_a_bias_is_the_sum_of_the_rows(torch_npu, kind: str, rows: int, dtype, table_dtype) -> None:
-    """Fused leaves sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
+    """Fused functions sum rows before they are rounded: nearer to the sum in fp32 than the sum of rounded rows."""
     cpu, kernels = kernels_of("cpu"), kernels_of(kind, unfused)
     angles = (table.to(table_dtype) for table in tables(LANGUAGE[2], rows))
     projection, gate_up = fused_projection(LANGUAGE, rows, dtype), torch.randn(rows, 24, dtype=dtype)
@@ -119,3 +120,42 @@ def test_rope_keeps_its_tables_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         kernels_of("cpu").rope(qkv, cos, sin)
     assert [tensor.data_ptr() for tensor in kept] == [cos.data_ptr(), sin.data_ptr()]
+
+
+# Without rows: a context-parallel rank may hold none of a microbatch
+
+WIDTH = 24
+
+
+@pytest.fixture(params=["cpu", "cuda", "npu"])
+def kernels(request: pytest.FixtureRequest, torch_npu: object) -> Kernels:
+    return kernels_of(request.param, unfused)
+
+
+def test_rms_norm_without_rows(kernels: Kernels) -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    x = torch.empty(0, WIDTH, requires_grad=True)
+    out = kernels.rms_norm(x, weight, 1e-6)
+    of_x, of_weight = torch.autograd.grad(out.sum(), (x, weight))
+    assert out.shape == of_x.shape == (0, WIDTH) and torch.equal(of_weight, torch.zeros(WIDTH))
+
+
+def test_swiglu_without_rows(kernels: Kernels) -> None:
+    out, gradient = with_gradient(kernels.swiglu, torch.empty(0, WIDTH))
+    assert out.shape == (0, WIDTH // 2) and gradient.shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("shape", [LANGUAGE, VISION])
+def test_rope_without_rows(kernels: Kernels, shape: tuple[int, int, int]) -> None:
+    groups, heads_per_group, head_dim = shape
+    qkv = fused_projection(shape, 0)
+    q, k, v, gradient = with_gradient(kernels.rope, qkv, *tables(head_dim, 0))
+    assert q.shape == (0, groups * heads_per_group, head_dim) and k.shape == v.shape == (0, groups, head_dim)
+    assert gradient.shape == qkv.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_weight_without_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    buffer = torch.arange(6.0).view(2, 3)
+    kernels.accumulate(buffer, torch.empty(0, 2, dtype=dtype), torch.empty(0, 3, dtype=dtype), False)
+    assert torch.equal(buffer, torch.arange(6.0).view(2, 3))

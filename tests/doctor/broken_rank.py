@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 
 from mm.device.device import Device
-from mm.doctor import rank
+from mm.doctor import trial
 
 all_reduce, pick = dist.all_reduce, Device.pick
 
 
 def lossy(tensor: Any, *args: Any, **more: Any) -> Any:
     """Without the share of the last rank, if it is a large vector."""
-    from mm.doctor.rank import NUM_ELEMENTS  # megatron, which it imports, asks for the device
+    from mm.doctor.device_checks import NUM_ELEMENTS  # megatron, which it imports, asks for the device
 
     if tensor.numel() == NUM_ELEMENTS and dist.get_rank() == dist.get_world_size() - 1:
         tensor = tensor.zero_()
@@ -30,4 +30,4 @@ def off(wanted: str) -> Device:
 
 if __name__ == "__main__":
     dist.all_reduce, Device.pick = lossy, off
-    sys.exit(rank.main([sys.argv[1], "cpu"]))
+    sys.exit(trial.main([sys.argv[1], "cpu"]))

@@ -14,20 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from mm.cost.model_states import num_model_params
+from mm.cost.stage_memory import num_model_params
 from mm.doctor import machine, trial
 from mm.doctor.cli import run
-from mm.doctor.diagnosis import Diagnosis, Level, read_lines
+from mm.doctor.device_checks import GOLDEN
 from mm.doctor.machine import (
+    Diagnosis,
+    Level,
     directory_findings,
     file_findings,
     memory_findings,
     name_findings,
+    read_lines,
     temporary_findings,
     variable_findings,
 )
-from mm.doctor.rank import GOLDEN, _different
-from mm.doctor.trial import FOUND, TrialNode, begun_file, cause, environment, trial_findings
+from mm.doctor.trial import FOUND, TrialNode, _different, begun_file, cause, environment, trial_findings
 from mm.environment import VERSION
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python

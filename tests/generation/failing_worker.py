@@ -13,9 +13,9 @@ from mm.generation.decode import Answerer  # noqa: E402
 
 
 class Failing(Answerer):
-    def _take(self, slots, token_ids):
-        super()._take(slots, token_ids)
-        if len(slots[0].answer.token_ids) == 2 and os.environ["RANK"] == "1":
+    def _take(self, answers, token_ids):
+        super()._take(answers, token_ids)
+        if len(answers[0].token_ids) == 2 and os.environ["RANK"] == "1":
             raise RuntimeError("no third token")
 
 

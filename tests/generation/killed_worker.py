@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 
-from mm.generation.batches import AnswerFile
+from mm.generation.answers import AnswerFile
 
 if __name__ == "__main__":
     program, num_answers = sys.argv[1], int(sys.argv[2])

@@ -21,18 +21,18 @@ from safetensors.torch import save_file  # noqa: E402
 
 from mm.config import args as flags  # noqa: E402
 from mm.config.generate import load_asking  # noqa: E402
-from mm.generation.batches import by_length  # noqa: E402
+from mm.generation.answers import by_length  # noqa: E402
 from mm.generation.decode import Answerer  # noqa: E402
 from mm.generation.prompts import Prompt, read_prompts  # noqa: E402
 from mm.generation.session import Session  # noqa: E402
-from mm.generation.source import find  # noqa: E402
+from mm.generation.source import find, session_of  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.run.checkpoint import restore  # noqa: E402
 from mm.run.checkpoint.save import BegunSave  # noqa: E402
 from mm.run.step import Setup  # noqa: E402
 from tests.generation.questions import MAX_NEW_TOKENS, SAMPLING  # noqa: E402
 
-FEW = slice(0, 20)
+FEW = slice(0, 10)
 """Prompts of every kind, for layouts that do not answer all, and for answers one at a time."""
 
 
@@ -69,12 +69,12 @@ WITH_ADAPTERS = Case("adapters", "adapters", ((6, 2),), ((0, 4),), 2, has_all=Fa
 class Recording(Answerer):
     """Records the logits from which each token is chosen, on the ranks that choose."""
 
-    def _chosen(self, logits, slots):
+    def _chosen(self, logits, answers):
         if logits is not None:
-            for row, slot in zip(logits, slots, strict=True):
-                if slot.answer.ended is None:
-                    self.rows.setdefault(f"{slot.answer.prompt}", []).append(row)
-        return super()._chosen(logits, slots)
+            for row, answer in zip(logits, answers, strict=True):
+                if answer.ended is None:
+                    self.rows.setdefault(f"{answer.prompt}", []).append(row)
+        return super()._chosen(logits, answers)
 
 
 def open_session(root: Path, case: Case, *more: str) -> Session:
@@ -86,7 +86,7 @@ def open_session(root: Path, case: Case, *more: str) -> Session:
     model = replace(found.model, vision=replace(vision, pipeline_num_layers=case.vision),
                     language=replace(language, pipeline_num_layers=case.language))
     mesh = parallel.build_mesh(model, case.tp, parallel.timedelta(minutes=20))
-    return Session.open(load_asking(argv), replace(found, model=model), DEVICE, mesh)
+    return session_of(load_asking(argv), replace(found, model=model), DEVICE, mesh)
 
 
 def answers(session: Session, prompts: Sequence[Prompt], batch_size: int) -> dict[int, tuple[int, ...]]:

@@ -9,13 +9,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.config.generate import load_asking
 from mm.config.model import read_model
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.generation.prompts import Prompt
 from tests.data.clips import even, write_clip
 from tests.data.oracle import photo, transformers_inputs
 from tests.tiny_inputs import write_inputs
 
-NUM_PROMPTS, MAX_NEW_TOKENS = 40, 8
+NUM_PROMPTS, MAX_NEW_TOKENS = 24, 8
 SAMPLING = ("--temperature", "1.3", "--top-k", "40", "--top-p", "0.95", "--repetition-penalty", "1.1", "--seed", "7")
 WORDS = ("How", "many", "pictures", "are", "there", "in", "it,", "and", "what", "is", "to", "be", "seen", "1", "2", "3")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.errors import UserError
-from mm.generation.batches import AnswerFile
+from mm.generation.answers import AnswerFile
 from tests.files import json_lines
 
 KEYS = {number: f"key {number}" for number in range(10)}

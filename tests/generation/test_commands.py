@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm.config.generate import load_asking
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.errors import UserError
 from mm.generation.prompts import read_prompts
 from mm.generation.source import find
@@ -60,12 +60,11 @@ def commands(root: Path, stop_word: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mm.checkpoint import convert
-    from mm.checkpoint.convert import Options
-    from mm.checkpoint.layout import Layout
+    from mm.checkpoint.mindspeed_layout import Layout
 
     directory = write_inputs(tmp_path_factory.mktemp("commands"))
     write_prompts(directory)
-    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((8,),), ((4,),), 1)).run(Options(num_workers=1))
+    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((8,),), ((4,),), 1)).run(num_workers=1)
     other = json.loads((directory / "model_1.json").read_text())
     other["text_decoder"]["num_query_groups"] = 4
     (directory / "other.json").write_text(json.dumps(other))

@@ -43,8 +43,8 @@ def flags_in(text: str) -> set[str]:
 
 def test_every_flag_is_there():
     said = flags_in(GENERATE_TEXT)
-    assert said <= GENERATE.fields.keys(), said - GENERATE.fields.keys()
-    assert GENERATE.fields.keys() - said == {"--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
+    assert said <= GENERATE.flags.keys(), said - GENERATE.flags.keys()
+    assert GENERATE.flags.keys() - said == {"--vit-qkv-order", "--distributed-timeout-minutes", "--image-min-pixels"}
     said = flags_in(EVALUATE_TEXT)
-    assert said <= EVALUATE.fields.keys(), said - EVALUATE.fields.keys()
-    assert EVALUATE.fields.keys() - GENERATE.fields.keys() - said == {"--max-questions"}
+    assert said <= EVALUATE.flags.keys(), said - EVALUATE.flags.keys()
+    assert EVALUATE.flags.keys() - GENERATE.flags.keys() - said == {"--max-questions"}

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.data.encode.encoder import SampleEncoder
+from mm.checkpoint.mindspeed_layout import Layout
+from mm.data.encode import SampleEncoder
 from mm.generation.prompts import read_prompts
 from tests.generation.layouts_worker import CASES, FEW, WITH_ADAPTERS
 from tests.generation.questions import NUM_PROMPTS, Reference, encoder_of, write_questions
@@ -27,7 +26,7 @@ LAYOUTS = [case.name for case in CASES]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_questions(tmp_path_factory.mktemp("questions"))
-    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((5, 3),), ((0, 4),), 2)).run(Options(num_workers=1))
+    convert.hf_to_mm(directory / "hf", directory / "mm", Layout(((5, 3),), ((0, 4),), 2)).run(num_workers=1)
     run(directory, "tuned", 1, "--load", str(directory / "hf"), "--lora-target-modules", "q_proj", "v_proj", "mlp.0",
         "down_proj", "--lora-r", "4", "--lora-alpha", "8", "--lr", "2e-2", "--export-hf", str(directory / "adapters"))
     run_ranks(4, "tests.generation.layouts_worker", str(directory), timeout_seconds=1800)

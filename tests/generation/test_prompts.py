@@ -7,7 +7,7 @@ import pytest
 
 from mm.data.sample import Image, Turn, Video
 from mm.errors import UserError
-from mm.generation.batches import by_length
+from mm.generation.answers import by_length
 from mm.generation.prompts import question, read_prompts
 from tests.data.oracle import photo
 

@@ -181,17 +181,17 @@ class Recorder(TorchDispatchMode):
         yield
         self._stage_phase = "update"
 
-    def fuse(self, leaf: Callable[..., Any]) -> Callable[..., Any]:
-        """``leaf``, a function from tensors to tensors that CUDA compiles into one kernel, counted as one kernel.
+    def fuse(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` from tensors to tensors that CUDA compiles into one kernel, counted as one kernel.
 
         A result without rows is a sum over rows: the kernel writes partial sums in fp32, and a second kernel adds them.
         """
 
-        @wraps(leaf)
+        @wraps(function)
         def one_kernel(*args: Any, **kwargs: Any) -> Any:
             self._counts = False
             try:
-                out = leaf(*args, **kwargs)
+                out = function(*args, **kwargs)
             finally:
                 self._counts = True
             self._watch(_tensors(out))
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
             sums = [tensor for tensor in outputs if tensor.ndim < 2 <= inputs[0].ndim]
             partial_sums = sum(4 * tensor.numel() for tensor in sums) * -(-len(inputs[0]) // SUMMED_ROWS)
             written = sum(_size(tensor) for tensor in outputs) - sum(map(_size, sums)) + partial_sums
-            self._count(leaf.__name__, sum(map(_size, inputs)) + written, 0.0)
+            self._count(function.__name__, sum(map(_size, inputs)) + written, 0.0)
             for one in sums:
                 self._count("sum", partial_sums / len(sums) + _size(one), 0.0)
             return out
@@ -285,7 +285,7 @@ def meta_device(recorder: Recorder) -> Device:
 
 
 def kernels(recorder: Recorder) -> Kernels:
-    """CUDA's operators, built in this place only; compiled leaves go through ``Recorder.fuse``."""
+    """CUDA's operators, built in this place only; compiled kernel functions go through ``Recorder.fuse``."""
     return replace(CUDA.kernels(recorder.fuse), rms_norm=lambda x, weight, _: fused_rms_norm(x, weight)[0])
 
 

@@ -68,21 +68,21 @@ def test_a_product_adds_to_an_fp32_buffer_in_one_kernel() -> None:
     }
 
 
-def test_a_fused_leaf_is_one_kernel_and_keeps_no_intermediate() -> None:
-    def leaf(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def test_a_fused_function_is_one_kernel_and_keeps_no_intermediate() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.exp(x * y) + 1, x - y
 
     with Recorder() as recorder:
         x, y = torch.empty(ROWS, WIDTH, device=META), torch.empty(WIDTH, device=META)
         before = recorder.live_bytes
-        outputs = recorder.fuse(leaf)(x, y)
+        outputs = recorder.fuse(function)(x, y)
         assert recorder.live_bytes == before + 2 * X_BYTES
         del outputs
         assert recorder.live_bytes == before
-    assert dict(recorder.tallies) == {("zero", "leaf"): Tally(1, 3 * X_BYTES + WIDTH * 4)}
+    assert dict(recorder.tallies) == {("zero", "function"): Tally(1, 3 * X_BYTES + WIDTH * 4)}
 
 
-def test_a_leaf_that_sums_rows_is_two_kernels() -> None:
+def test_a_fused_function_that_sums_rows_is_two_kernels() -> None:
     """It writes a partial sum of every 64 rows, which the second reads."""
     with Recorder() as recorder:
         recorder.fuse(lambda x: (x * 2, x.sum(0)))(torch.empty(130, WIDTH, device=META))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from checkpoint.cli import main
 from mm.checkpoint.hf_config import model_from_hf
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import RELEASE, Storage, mindspeed_targets
+from mm.checkpoint.mindspeed_layout import RELEASE, Layout, Storage, mindspeed_targets
 from mm.checkpoint.safetensors import safetensors_file
 from mm.config.model import ModelConfig
 from mm.placement import PipelineLayout

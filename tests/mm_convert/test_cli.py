@@ -194,37 +194,11 @@ def rewrite(directory: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def other_model(directory: Path) -> None:
-    (directory / "config.json").write_text('{"model_type": "qwen2_vl"}')
-
-
-def adapter(directory: Path) -> None:
-    for path in directory.glob("model*"):
-        path.unlink()
-    (directory / "adapter_model.safetensors").write_bytes(b"")
-
-
-def truncated(directory: Path) -> None:
-    path = min(directory.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-2])
-
-
-BAD_SOURCES = {
-    "missing shard": (lambda hf: min(hf.glob("*.safetensors")).unlink(), "lacks 1 of the 2 shards"),
-    "absent tensor": (lambda hf: rewrite(hf, lambda tensors: tensors.popitem()), "do not list the same tensors"),
-    "truncated": (truncated, "its header describes"),
-    "Git-LFS": (lambda hf: min(hf.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\n"),
-                "is a Git-LFS pointer"),
-    "another model": (other_model, "has model_type 'qwen2_vl'"),
-    "adapter": (adapter, "holds a LoRA adapter"),
-    "no config": (lambda hf: (hf / "config.json").unlink(), "config.json does not exist"),
-    "shape": (lambda hf: rewrite(hf, lambda t: t.update({min(t): torch.zeros(3)})), "has shape [3]"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_SOURCES)
-def test_bad_sources(name, hf, tmp_path, capsys):
-    damage, message = BAD_SOURCES[name]
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda hf: min(hf.glob("*.safetensors")).unlink(), "lacks 1 of the 2 shards"),
+    (lambda hf: rewrite(hf, lambda t: t.update({min(t): torch.zeros(3)})), "has shape [3]"),
+], ids=["shard", "shape"])  # fmt: skip
+def test_bad_sources(damage, message, hf, tmp_path, capsys):
     copy = Path(shutil.copytree(hf, tmp_path / "hf"))
     damage(copy)
     assert to_mm(copy, tmp_path / "mm") == 2

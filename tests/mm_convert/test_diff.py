@@ -16,9 +16,7 @@ from torch import Tensor
 from checkpoint.verify import DiffReport, diff_directories
 from mm.checkpoint import convert, training_manifest
 from mm.checkpoint import training_files as writer
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.pipelined_write import Values
 from mm.errors import UserError
 from mm.weights.table import fuse, model_weights, shard
@@ -35,7 +33,7 @@ def diff(source: Path, target: Path, hf: Path | None = None) -> DiffReport:
 
 
 def to_mm(hf: Path, target: Path, layout: Layout, kind: Storage | None = None) -> Path:
-    convert.hf_to_mm(hf, target, layout, kind).run(Options(num_workers=1))
+    convert.hf_to_mm(hf, target, layout, kind).run(num_workers=1)
     return target
 
 

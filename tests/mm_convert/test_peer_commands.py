@@ -10,8 +10,7 @@ import pytest
 
 from checkpoint.cli import main
 from mm.checkpoint.hf_config import model_from_hf
-from mm.checkpoint.layout import Layout
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.config.model import ModelConfig
 from mm.families.qwen2_5_vl import published_config
 from tests.mm_convert.models import write_sparse_hf, write_sparse_mm

@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.verify import show_directory, verify_directory
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.layout import Layout
 from mm.checkpoint.mindspeed import MindSpeedDirectory
-from mm.checkpoint.mindspeed_layout import Format, Storage, Structure
+from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.errors import UserError
 from tests.mm_convert.models import SmallModel
 
@@ -28,7 +26,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
 def make(root: Path, kind: Storage) -> tuple[Path, Path]:
     """A Hugging Face directory and a conversion of it."""
     SmallModel(2, vision_ffn=5).save(root / "hf")
-    convert.hf_to_mm(root / "hf", root / "mm", LAYOUT, kind).run(Options(num_workers=1))
+    convert.hf_to_mm(root / "hf", root / "mm", LAYOUT, kind).run(num_workers=1)
     return root / "hf", root / "mm"
 
 

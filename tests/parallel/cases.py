@@ -57,7 +57,7 @@ class Case:
     waits: bool = False
     """Whether messages come only when they are wanted."""
     fused: bool = False
-    """Whether the leaves are those that CUDA compiles, here as they are written."""
+    """Whether the kernel functions are those that CUDA compiles, here as they are written."""
     whole_encoder: bool = False
     """Whether every tensor-parallel rank has the whole ViT and projector, and images of its own."""
     encoder_batch: int = 1

@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mm.checkpoint.merge_lora import open_adapters  # noqa: E402
+from mm.checkpoint.adapters import open_adapters  # noqa: E402
 from mm.checkpoint.source import Source, open_to_train  # noqa: E402
 from mm.checkpoint.training_manifest import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402

@@ -20,12 +20,13 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.checkpoint import saved_steps  # noqa: E402
+from mm.checkpoint import directories  # noqa: E402
 from mm.checkpoint import training_files as writer  # noqa: E402
 from mm.checkpoint.training_files import Retention  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.run.checkpoint import disks as of_disks  # noqa: E402
 from mm.run.checkpoint.disks import Disks, find_disks  # noqa: E402
+from mm.run.sources import Checked, Sources  # noqa: E402
 from mm.run.start import open_sources  # noqa: E402
 from tests.parallel.state_layouts import DISTRIBUTED, PP2, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, problems_of  # noqa: E402
@@ -67,7 +68,7 @@ def gather(name: str) -> Path:
         target = Path("..") / "gathered" / name
         target.mkdir(parents=True)
         for node in range(2):
-            for path in Path("..", f"node{node}", "save", name, saved_steps.iteration_name(2)).iterdir():
+            for path in Path("..", f"node{node}", "save", name, directories.iteration_name(2)).iterdir():
                 copy = target / path.name
                 assert not copy.exists() or copy.read_bytes() == path.read_bytes(), path
                 copy.write_bytes(path.read_bytes())
@@ -108,7 +109,7 @@ def interrupted(disks: Disks) -> dict:
 
 def mixed(directory: Path, run: Run, disks: Disks) -> list[list[list[str]]]:
     """What a start says when rank 1's disk lacks the checkpoint of rank 0, or has another one of its iteration."""
-    newest, started = directory / saved_steps.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
+    newest, started = directory / directories.iteration_name(2), cast(Any, SimpleNamespace(args=run.args))
     said = [problems_of(lambda: disks.check_same(newest, run.mesh))]
     for is_there in (False, True):
         if run.mesh.rank and is_there:
@@ -117,6 +118,19 @@ def mixed(directory: Path, run: Run, disks: Disks) -> list[list[list[str]]]:
             shutil.rmtree(newest)
         said.append(problems_of(lambda: open_sources(started, None, newest, run.mesh, disks, print)))
     return said
+
+
+def used(disks: Disks) -> list[list[str]]:
+    """What a start says when only rank 1's disk holds a checkpoint of another run."""
+    directory, rank = Path("save") / "used", dist.get_rank()
+    if rank:
+        name = directories.iteration_name(2)
+        shutil.copytree(Path("save") / "tp2" / name, directory / name)
+    run = Run(PP2)
+    started = cast(Any, SimpleNamespace(args=replace(run.args, save=str(directory)), model=PP2.model,
+                                        data=SimpleNamespace(model_name_or_path="none")))
+    checked = None if rank else Checked(started, sources=Sources(None))
+    return problems_of(lambda: open_sources(started, checked, None, run.mesh, disks, print))
 
 
 def unequal(disks: Disks) -> dict:
@@ -148,7 +162,7 @@ def main(directory: str) -> None:
     found |= {"disks": disks.of_ranks, "probes": names_in(Path("save"))}
     found["resume"] = {name: resumed(name, layout, disks) for name, layout in LAYOUTS.items()}
     found["elsewhere"] = {name: elsewhere(name, other) for name, other in OTHERS.items()}
-    found |= {"interrupted": interrupted(disks), "unequal": unequal(disks)}
+    found |= {"interrupted": interrupted(disks), "unequal": unequal(disks), "used": used(disks)}
     if rank == 0:
         (Path(directory) / "results.json").write_text(json.dumps(found))
     parallel.stop()

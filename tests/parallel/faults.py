@@ -23,9 +23,13 @@ class Fault:
 WHOLE = "model_whole"
 """One stage, with the whole ViT on two tensor-parallel ranks."""
 FAULTS = (
+    # those that wait for a limit, during which others run
     Fault("sleeps", "sleeps", flags=("--step-timeout", "8")),
     Fault("sleeps over its images", "sleeps", work=Work.VISION_FORWARD, model=WHOLE,
           flags=("--step-timeout", "8", "--tensor-model-parallel-size", "2")),
+    Fault("stopped in a step", "stopped", flags=("--step-timeout", "8")),
+    *(Fault(f"stopped in {phase}", "stopped", rank, phase=phase, flags=("--phase-timeouts", f"{phase}=6"))
+      for phase, rank in (("start", 1), ("load", 1), ("data", 1), ("save", 1), ("between", 1))),
     Fault("killed", "killed"),
     Fault("killed with the store", "killed", rank=0, work=Work.FORWARD),
     Fault("raises", "raises", work=Work.LANGUAGE_FORWARD),
@@ -35,7 +39,4 @@ FAULTS = (
     Fault("killed before the start", "killed before", rank=0),
     Fault("interrupted", "interrupted", work=Work.DATA),
     Fault("interrupted alone", "interrupted alone", work=Work.LANGUAGE_FORWARD),
-    *(Fault(f"stopped in {phase}", "stopped", rank, phase=phase, flags=("--phase-timeouts", f"{phase}=6"))
-      for phase, rank in (("start", 1), ("load", 1), ("data", 1), ("save", 1), ("between", 1))),
-    Fault("stopped in a step", "stopped", flags=("--step-timeout", "8")),
 )

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 from mm.config import run as config  # noqa: E402
 from mm.config.data import DataConfig  # noqa: E402
-from mm.cost.model_states import stage_sizes  # noqa: E402
+from mm.cost.stage_memory import stage_sizes  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.run.optim.block_adam import BlockAdam  # noqa: E402
 from tests.parallel.kept_cases import STATES, STRATEGIES  # noqa: E402

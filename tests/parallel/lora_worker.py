@@ -18,8 +18,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from mm.checkpoint.convert import Options
-from mm.checkpoint.merge_lora import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
+from mm.checkpoint.adapters import export_peft, merge, model_crc32, open_adapters, open_base, open_saved
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.config.model import ModelConfig
 from mm.model.load import fill
@@ -28,9 +27,8 @@ from mm.run.checkpoint import restore as state
 from mm.run.checkpoint.save import BegunSave
 from mm.run.optim.optimizer import MOMENTS, owned_states
 from mm.run.step import forward_backward
-from mm.weights.adapters import model_adapters
 from mm.weights.table import model_weights, stage_weights
-from mm.weights.trained import is_frozen, saved_among, saved_weights
+from mm.weights.trained import is_frozen, model_adapters, saved_among, saved_weights
 from tests.parallel.case_model import config_of
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.lora_cases import CASES, DROPOUT_CASES, MATRIX, MIXED, LoraCase
@@ -42,7 +40,7 @@ from tests.parallel.parity_worker import (  # picks the device before all others
     from_first_rank,
     gradient_errors,
     joined,
-    relative_error,
+    relative_errors,
     weight_errors,
     with_meshes,
 )
@@ -201,8 +199,8 @@ def run_files(name: str, directory: Path) -> dict:
 def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
     """What PEFT and transformers make of the exports of a checkpoint."""
     adapters, base = open_saved(folder), open_base(hf, model_of(case))
-    export_peft(adapters, directory / "peft", str(hf)).run(Options(num_workers=1))
-    merge(adapters, base, hf, directory / "merged").run(Options(num_workers=1))
+    export_peft(adapters, directory / "peft", str(hf)).run(num_workers=1)
+    merge(adapters, base, hf, directory / "merged").run(num_workers=1)
     microbatches = [microbatch for rank in batch_of(case.layout) for microbatch in rank]
     peft = PeftModel.from_pretrained(hf_model(), directory / "peft")
     ours = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory / "merged", dtype=torch.float32)
@@ -213,7 +211,7 @@ def _exported(case: LoraCase, folder: Path, hf: Path, directory: Path) -> dict:
     names = {piece.name for piece in TrainingDirectory.open(folder).manifest.pieces if piece.kind == "weight"}
     return {
         "peft_loss": peft_loss, "merged_loss": merged_loss,
-        "merge_error": max(relative_error([(mine[name], theirs[name])], None) for name in mine),
+        "merge_error": max(relative_errors([(mine[name], theirs[name]) for name in mine], None)),
         "saved_names": sorted(names), "trained_names": sorted(one.name for one in saved_weights(model_of(case))),
     }
 

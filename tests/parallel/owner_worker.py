@@ -161,7 +161,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
 
     After a failure that only that rank knows, its process must end, so that the others notice.
     """
-    from mm.data.loader.broadcast import DataOwner
+    from mm.data.loader.broadcast import StepBroadcast
     from mm.parallel import mesh as parallel
 
     config = layout.config
@@ -171,7 +171,7 @@ def receive(layout: Layout, failure: Exception | None = None) -> dict:
     loader = Loader(batches(mesh.dp_rank), fails) if mesh.owns_data else None
     device = Device.pick("cpu")
     spec = placement[mesh.pp_rank]
-    owner = DataOwner(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
+    owner = StepBroadcast(loader, mesh, len(STEPS), spec.has_patch_embedding, config, device,
                       holds_projector=spec.has_projector)
     steps, error = [], None
     try:

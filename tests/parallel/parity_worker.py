@@ -37,11 +37,11 @@ from mm.placement import Placement  # noqa: E402
 from mm.run.optim.optimizer import owned_states  # noqa: E402
 from mm.run.optim.update import StepResult, update  # noqa: E402
 from mm.run.step import Setup, forward_backward  # noqa: E402
-from mm.weights.names import published_name  # noqa: E402
 from mm.weights.shard import MemoryLayout  # noqa: E402
 from mm.weights.table import (  # noqa: E402
     Weight,
     model_weights,
+    published_name,
     shard,
     stage_weights,
 )
@@ -124,14 +124,14 @@ def from_first_rank(compute: Callable[[], dict]) -> dict:
     return found[0]
 
 
-def relative_error(pairs: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> float:
-    """Norm of the difference over norm of the expected, over all pieces in ``group`` together."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for ours, expected in pairs:
-        sums += torch.stack([(ours.double() - expected.double()).square().sum(), expected.double().square().sum()])
+def relative_errors(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> list[float]:
+    """Of each pair: norm of the difference over norm of the expected, over its pieces on all ranks of ``group``."""
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    for both, (ours, expected) in zip(sums, pairs, strict=True):
+        both[0], both[1] = (ours.double() - expected.double()).square().sum(), expected.double().square().sum()
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return float((sums[0] / sums[1].clamp_min(1e-30)).sqrt()) if sums[0] > 0 else 0.0
+    return [float((error / size.clamp_min(1e-30)).sqrt()) if error > 0 else 0.0 for error, size in sums]
 
 
 @dataclass
@@ -206,8 +206,8 @@ def build(
 
 
 def _fused(device: Device) -> Device:
-    """With the leaves that CUDA compiles, not compiled; the rest of CUDA's kernels runs nowhere else."""
-    ours = kernels_of("cuda", lambda leaf: leaf)
+    """With the kernel functions that CUDA compiles, not compiled; the rest of CUDA's kernels runs nowhere else."""
+    ours = kernels_of("cuda", lambda function: function)
     kernels = replace(device.kernels, add_norm=ours.add_norm, logits=ours.logits, swiglu=ours.swiglu, rope=ours.rope)
     return replace(device, kernels=kernels)
 
@@ -218,7 +218,7 @@ def reduced_gradient(setup: Setup, weight: Any, start: int, stop: int) -> Tensor
         return weight.main_grad.flatten()[start:stop]
     assert not hasattr(weight, "main_grad"), "no gradient but the shard is kept"
     models: Any = setup.models  # whose weights are cut, in units
-    shards = {one: shard for model in models for unit in model.units for one, shard in unit.shards()}
+    shards = {one: shard for model in models for bucket in model.gradient_buckets for one, shard in bucket.shards()}
     return shards.get(weight, torch.zeros(0))[: stop - start]
 
 
@@ -226,25 +226,24 @@ def gradient_errors(engine: Engine, expected: dict[str, Tensor]) -> tuple[dict[s
     """Relative error of each reduced gradient, over all replicas; and parameters whose cuts do not cover them."""
     ranges = {one.name: (one.start, one.stop) for one in owned_states(engine.setup.optimizer, engine.setup.models)}
     copies = engine.case.dp * engine.case.cp if engine.case.sharding == "no_shard" else 1
-    errors, uncovered = {}, []
-    for name, parameter in engine.setup.stage.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        start, end = ranges.get(name, (0, 0))
-        covered = torch.tensor(end - start)
-        dist.all_reduce(covered, group=engine.setup.mesh.groups.dp_cp)
-        if int(covered) != parameter.numel() * copies:
-            uncovered.append(name)
-        pair = (reduced_gradient(engine.setup, parameter, start, end),
-                engine.cut(expected, name).flatten()[start:end])
-        errors[name] = relative_error([pair], engine.setup.mesh.groups.dp_cp)
-    return errors, uncovered
+    trained = {name: one for name, one in engine.setup.stage.named_parameters() if one.requires_grad}
+    if not trained:
+        return {}, []
+    spans = [ranges.get(name, (0, 0)) for name in trained]
+    pairs = [(reduced_gradient(engine.setup, one, start, end), engine.cut(expected, name).flatten()[start:end])
+             for (name, one), (start, end) in zip(trained.items(), spans, strict=True)]
+    covered = torch.tensor([end - start for start, end in spans])
+    group = engine.setup.mesh.groups.dp_cp  # of one stage, so its ranks have the same parameters
+    dist.all_reduce(covered, group=group)
+    uncovered = [name for count, (name, one) in zip(covered.tolist(), trained.items(), strict=True)
+                 if count != one.numel() * copies]
+    return dict(zip(trained, relative_errors(pairs, group), strict=True)), uncovered
 
 
 def weight_errors(engine: Engine, expected: dict[str, Tensor]) -> dict[str, float]:
     """Relative error of each weight on this rank."""
     stage = engine.setup.stage
-    return {weight.name: relative_error([(values, engine.cut(expected, weight.name))], None)
+    return {weight.name: relative_errors([(values, engine.cut(expected, weight.name))], None)[0]
             for weight, values in stage.whole_weights(stage.weights)}
 
 

@@ -29,16 +29,12 @@ LAYOUTS = {
 }
 
 
-def buffers_of(model: Any) -> list[Any]:
-    return model.buffers
-
-
 def compare(layout: Layout) -> dict:
     """The error relative to the gradients in fp32, by norm of all, and the dtypes of both runs' buffers."""
     runs = [Run(dataclasses.replace(layout, precision="bf16", flags=(*layout.flags, *flags)))
             for flags in ((), ("--grad-reduce-in-bf16",))]  # fmt: skip
-    dtypes = [sorted({str(buffer.grad_dtype) for model in run.setup.models for buffer in buffers_of(model)})
-              for run in runs]  # fmt: skip
+    models: list[list[Any]] = [list(run.setup.models) for run in runs]
+    dtypes = [sorted({str(buffer.grad_dtype) for model in of_run for buffer in model.buffers}) for of_run in models]
     expected, reduced = (run.gradients() for run in runs)
     sums = torch.zeros(2, dtype=torch.float64)
     for one, other in zip(expected, reduced, strict=True):

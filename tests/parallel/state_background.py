@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from mm.checkpoint import saved_steps as files
+from mm.checkpoint import directories as files
 from mm.checkpoint.training_files import ALL_KEPT
 from mm.run.checkpoint.save import BackgroundSaves, BegunSave
 from tests.parallel.state_run import DEVICE, Layout, Run, different, problems_of

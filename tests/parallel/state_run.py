@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from mm.batch import BatchTotals, StepPlan, image_passes, passes_of_any  # noqa: E402
-from mm.checkpoint.saved_steps import find_checkpoint  # noqa: E402
+from mm.checkpoint.directories import find_checkpoint  # noqa: E402
 from mm.checkpoint.source import open_to_train  # noqa: E402
 from mm.checkpoint.training_files import ALL_KEPT, Retention  # noqa: E402
 from mm.config import args as arguments  # noqa: E402
@@ -32,8 +32,7 @@ from mm.run.checkpoint.save import BegunSave  # noqa: E402
 from mm.run.optim.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.run.optim.update import gradients_for_norm  # noqa: E402
 from mm.run.step import Setup, forward_backward, step  # noqa: E402
-from mm.weights.fp32_split import joined  # noqa: E402
-from mm.weights.shard import memory_shape  # noqa: E402
+from mm.weights.shard import joined, memory_shape  # noqa: E402
 from mm.weights.table import model_weights, unshard  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402

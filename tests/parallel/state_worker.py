@@ -21,7 +21,7 @@ Device.pick("cpu")  # before megatron is imported
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from mm.checkpoint.saved_steps import LATEST_FILE, find_checkpoint  # noqa: E402
+from mm.checkpoint.directories import LATEST_FILE, find_checkpoint  # noqa: E402
 from mm.checkpoint.source import open_to_train  # noqa: E402
 from mm.checkpoint.tensor_io import Files  # noqa: E402
 from mm.checkpoint.training_files import Retention  # noqa: E402

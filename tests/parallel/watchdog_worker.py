@@ -33,6 +33,7 @@ GUARD_SECONDS = 60.0
 """After which a job that does not end is killed."""
 ITERATION = 2
 JOBS_AT_ONCE = 4
+"""Beside those whose fault has happened, most of which wait for a limit."""
 
 
 class FaultyTrainer(loop.Trainer):
@@ -150,6 +151,10 @@ class Job:
         """By rank, negative for a signal, as subprocess has them."""
         self.processes = [fork_rank(rank, 2, port, partial(run_with, fault, inputs)) for rank in range(2)]
 
+    def is_busy(self) -> bool:
+        """Whether the fault is still to come."""
+        return not (self.directory / "began").exists()
+
     def is_over(self) -> bool:
         """Look which ranks have ended."""
         for rank, process in enumerate(self.processes):
@@ -172,7 +177,7 @@ class Job:
 def main(inputs: Path, only: list[str]) -> None:
     waiting, running = [fault for fault in FAULTS if not only or fault.name in only], []
     while waiting or running:
-        while waiting and len(running) < JOBS_AT_ONCE:
+        while waiting and sum(job.is_busy() for job in running) < JOBS_AT_ONCE:
             running.append(Job(waiting.pop(0), inputs))
         for job in [job for job in running if job.is_over()]:
             job.write()

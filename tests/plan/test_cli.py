@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,14 @@ from mm.environment import CODE
 from mm.model.flops import Backward
 from mm.plan import cli
 from tests.files import ROOT
+from tests.launch import warm_python
 from tests.tiny_inputs import flags_of, write_inputs
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("plan"))
-    words = [sys.executable, "-m", "mm.plan.cli", "calibrate", "--output", str(folder / "found.json"),
+    words = [warm_python(), "-m", "mm.plan.cli", "calibrate", "--output", str(folder / "found.json"),
              "--num-processes", "2", "--", *flags_of(folder, "a run", 1)]  # fmt: skip
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,10 +15,19 @@ from mm.cost.stage_memory import PeakMemory
 from mm.cost.workload import workload_of
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import UserError
-from mm.plan.choices import AS_GIVEN, BALANCED, RECOMPUTE, Choice, choices, present_choice
-from mm.plan.distributions import llava, mixed
+from mm.plan.layouts import llava, mixed
 from mm.plan.lists import Lists
-from mm.plan.search import LayoutSearch, Planned, SearchResult
+from mm.plan.search import (
+    AS_GIVEN,
+    BALANCED,
+    RECOMPUTE,
+    Choice,
+    LayoutSearch,
+    Planned,
+    SearchResult,
+    choices,
+    present_choice,
+)
 from tests.cost.test_predict import run_of
 from tests.tiny import our_config
 

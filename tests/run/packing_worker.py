@@ -22,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 
 from mm.batch import StepPlan  # noqa: E402
 from mm.config.run import load_run  # noqa: E402
-from mm.data.loader.broadcast import DataOwner  # noqa: E402
+from mm.data.loader.broadcast import StepBroadcast  # noqa: E402
 from mm.data.loader.loader import ReadStep, StepLoader  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.parallel.health.rendezvous import Rendezvous  # noqa: E402
@@ -53,21 +53,21 @@ def slow_rank(name: str, trainer: Trainer) -> Iterator[None]:
     It is the second replica's at the first stage.  A slow read begins when the trainer asks for it: begun during the
     step before, a long step on a busy machine would hide it.
     """
-    read, ask, asked = StepLoader.__next__, DataOwner.__next__, Semaphore(0)
+    read, ask, asked = StepLoader.__next__, StepBroadcast.__next__, Semaphore(0)
 
     def read_slowly(loader: StepLoader) -> ReadStep:
         asked.acquire()
         time.sleep(SLOW_DATA_SECONDS)
         return read(loader)
 
-    def ask_for_a_step(owner: DataOwner) -> StepPlan:
+    def ask_for_a_step(owner: StepBroadcast) -> StepPlan:
         asked.release()
         return ask(owner)
 
     if trainer.mesh.rank == SLOW_RANK and name == "slow data":
-        StepLoader.__next__, DataOwner.__next__ = read_slowly, ask_for_a_step
+        StepLoader.__next__, StepBroadcast.__next__ = read_slowly, ask_for_a_step
     yield
-    StepLoader.__next__, DataOwner.__next__ = read, ask
+    StepLoader.__next__, StepBroadcast.__next__ = read, ask
 
 
 def train(directory: Path, name: str) -> Result:

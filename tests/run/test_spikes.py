@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mm.checkpoint.directories import find_checkpoint
 from mm.checkpoint.manifest import validated
-from mm.checkpoint.saved_steps import find_checkpoint
 from mm.errors import AgreedError
 from mm.run.optim.update import StepResult
 from mm.run.progress import NUM_RECENT, RecentSteps

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mm.scoring.benchmarks import listed
 from mm.scoring.rules import score
-from mm.scoring.tsv import listed
 from tests.files import json_lines
 from tests.generation.commands import run_commands
 from tests.launch import run_ranks

@@ -1,14 +1,37 @@
-"""Hand-computed scores of each benchmark, and folders of other evaluations."""
+"""Hand-computed scores of each benchmark, folders of other evaluations, MindSpeed-MM's result files, and the page."""
 
+import base64
+import csv
+import io
 import json
+import re
 
+import numpy as np
+import openpyxl
 import pytest
+from PIL import Image
 
 from mm.errors import UserError
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
-from mm.scoring.results import ANSWERS as ANSWERS_FILE
-from mm.scoring.results import PREDICTIONS, SCORES, SETTINGS, Prediction, check_settings, read_answers, write_results
+from mm.scoring.results import (
+    ANSWERS,
+    PREDICTIONS,
+    SCORES,
+    SETTINGS,
+    Prediction,
+    check_settings,
+    read_answers,
+    report,
+    results_page,
+    scored,
+    summary,
+    workbook,
+    write_peer_files,
+    write_results,
+)
+from tests.browser import WIDTHS, content_width, needs_browser
 from tests.files import json_lines
+from tests.page_reader import PageReader
 from tests.scoring.tables import encoded, write_table
 
 ROWS = {
@@ -32,7 +55,7 @@ ROWS = {
         {"index": "val_3", "answer": "['1/2', '0.5']", "split": "validation", "category": "Art",
          "l2-category": "Humanities"}],
 }  # fmt: skip
-ANSWERS = {
+TEXTS = {
     "ai2d": ["The correct answer is B.", "It is a leaf.", ""],
     "chartqa": ["0.26", "yes.", "four", "5 kg", "5.2"],
     "docvqa": ["ITC Limted", "12 %", "A  B C D ", "a whole other answer"],
@@ -53,7 +76,7 @@ def items_of(tmp_path, name: str) -> Items:
 
 
 def answers_of(name: str) -> dict[int, Prediction]:
-    return {number: Prediction(text, number == 2) for number, text in enumerate(ANSWERS[name])}
+    return {number: Prediction(text, number == 2) for number, text in enumerate(TEXTS[name])}
 
 
 def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
@@ -61,8 +84,8 @@ def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
     check_settings(folder, {"benchmark": "x"})
     lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_truncated else "stop", "key": ""}
              for number, one in answers.items())
-    (folder / ANSWERS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_results(folder, items, "title", read_answers(folder / ANSWERS_FILE))
+    (folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_results(folder, items, "title", read_answers(folder / ANSWERS))
     return json.loads((folder / SCORES).read_text())
 
 
@@ -73,7 +96,7 @@ def test_scores_of_each_benchmark(tmp_path, name):
     assert scores["num_truncated_answers"] == 1 and scores["num_empty_answers"] == (name == "ai2d")
     assert scores["num_without_option"] == (name in ("ai2d", "mmmu"))  # the empty one; "A or B"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        ANSWERS_FILE, PREDICTIONS, SCORES, SETTINGS]
+        ANSWERS, PREDICTIONS, SCORES, SETTINGS]
 
 
 def test_scores_by_category_and_split(tmp_path):
@@ -110,3 +133,80 @@ def test_another_evaluation_is_refused_and_nothing_lost(tmp_path):
     assert caught.value.problems == (f'{out}/{SETTINGS}: benchmark was "x" and is now "y"{ends}',
                                      f'{out}/{SETTINGS}: load was null and is now "z"{ends}')
     assert {path: path.read_bytes() for path in out.iterdir()} == before
+
+
+def sheet(path) -> list[tuple]:
+    return list(openpyxl.load_workbook(path).active.iter_rows(values_only=True))
+
+
+def written(tmp_path, name: str, dataset: str) -> None:
+    items = items_of(tmp_path, name)
+    write_peer_files(tmp_path / "out", "qwen2_vl_7b", dataset, items.rule, scored(items, answers_of(name)))
+
+
+def test_peer_files_of_multiple_choice(tmp_path):
+    written(tmp_path, "mmmu", "mmmu_dev_val")
+    out = tmp_path / "out" / "qwen2_vl_7b_mmmu_dev_val"
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        out.name + end for end in (".xlsx", "_PREV.json", "_acc.csv", "_acc.xlsx")]
+    header, *rows = sheet(f"{out}.xlsx")
+    assert header == ("index", "question", "A", "B", "answer", "split", "l2-category", "category", "prediction", "hit",
+                      "log")
+    assert rows[0] == ("dev_1", "What?", "yes", "no", "A", "dev", "Humanities", "Art", "A", 1, "Match Log: A. ")
+    assert [row[9] for row in rows] == [1, 1, 0, 1]
+    assert sheet(f"{out}_acc.xlsx") == [
+        ("split", "Overall", "Humanities", "Science", "Art", "Physics"), ("dev", 1, 1, None, 1, None),
+        ("validation", pytest.approx(2 / 3), 1, 0.5, 1, 0.5)]
+    previous = json.loads((out.parent / f"{out.name}_PREV.json").read_text())
+    assert previous["val_2"] == {"hit": 0, "log": "Match Log: A or B. "}
+
+
+def test_peer_files_of_few_words(tmp_path):
+    written(tmp_path, "chartqa", "chartqa_test")
+    out = tmp_path / "out" / "qwen2_vl_7b_chartqa_test"
+    assert sheet(f"{out}_acc.xlsx") == [
+        ("test_augmented", "test_human", "Overall"), (50, pytest.approx(200 / 3), 60)]
+    with open(f"{out}_acc.csv", encoding="utf-8", newline="") as stream:
+        assert list(csv.reader(stream, delimiter="\t"))[1][2] == "60.0"
+    assert sheet(f"{out}.xlsx")[3] == ("2", "What?", "['4', 'four']", "test_augmented", "four")
+
+
+def test_cells_of_every_kind(tmp_path):
+    (tmp_path / "book.xlsx").write_bytes(workbook([["<&>\"'", "\x00control\x0b", " spaces ", "x" * 40_000, "=1+1"]]))
+    assert sheet(tmp_path / "book.xlsx") == [("<&>\"'", "control", " spaces ", "x" * 32_767, "=1+1")]
+
+
+def test_worst_answers_beside_their_images(tmp_path):
+    items = items_of(tmp_path, "docvqa")
+    found = scored(items, answers_of("docvqa"))
+    settings = {"load": "a <b>", "decoding": {"seed": 1, "top_k": None}}
+    html = results_page(summary(items, "DocVQA", found), settings, found)
+    text = PageReader(html).text
+    assert "<title>DocVQA: 66.48%</title>" in html
+    assert re.findall(r"<th>answered</th><td[^>]*>([^<]*)<", html) == ["a whole other answer", "12 %", "ITC Limted"]
+    images = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', html)
+    assert len(images) == 3
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(images[0])))).astype(int)
+    original = np.random.default_rng(0).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+    assert shown.shape == original.shape and np.abs(shown - original).mean() < 64  # noise, as JPEG keeps it: 33
+    assert "load a <b>" in text and "decoding.top_k not set" in text
+    places = [text.index(part) for part in ("questions 4", "The worst answers", "Settings")]
+    assert places == sorted(places)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_shows_it_without_scrolling_sideways(tmp_path, width):
+    items = items_of(tmp_path, "mmmu")
+    found = scored(items, answers_of("mmmu"))
+    html = results_page(summary(items, "MMMU", found), {"load": "/weights" * 40}, found)
+    assert content_width(html, width, tmp_path) == width
+
+
+def test_nothing_wrong_and_splits(tmp_path):
+    items = items_of(tmp_path, "mmmu")
+    found = [one for one in scored(items, answers_of("mmmu")) if one.score == 1]
+    scores = summary(items, "MMMU", found)
+    assert "All answers are right" in results_page(scores, {}, found)
+    text = report(scores).text()
+    assert re.search(r"^score +100\.00% of split validation$", text, flags=re.MULTILINE) and "By l2-category" in text

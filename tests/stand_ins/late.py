@@ -39,10 +39,10 @@ class LateQueue(TorchDispatchMode):
         """Copies from or into memory that was freed before they were made: a device would read or overwrite what has it
         then, or memory that is unmapped."""
 
-    def mark(self) -> None: ...
+    def record_event(self) -> None: ...
 
     @contextmanager
-    def behind_mark(self) -> Iterator[None]:
+    def after_event(self) -> Iterator[None]:
         with self:
             yield
 
@@ -85,7 +85,7 @@ class LateRuntime(HostRuntime):
         """Summed over its queues; see ``LateQueue``."""
         return sum(queue.num_after_free for queue in self.queues)
 
-    def side_queue(self) -> Any:
+    def side_stream(self) -> Any:
         self.queues.append(LateQueue())
         return self.queues[-1]
 

@@ -10,10 +10,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from mm.config.lora import LoraConfig
 from mm.config.model import ModelConfig
-from mm.weights.adapters import adapter_problems, model_adapters
-from mm.weights.names import is_target, live_name
-from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, model_weights, stage_weights
-from mm.weights.trained import GradientPath, is_frozen, saved_among, saved_weights
+from mm.weights.table import EMBEDDING_NAME, OUTPUT_LAYER_NAME, is_target, live_name, model_weights, stage_weights
+from mm.weights.trained import GradientPath, adapter_problems, is_frozen, model_adapters, saved_among, saved_weights
 from tests.peft_oracle import peft_config
 from tests.tiny import hf_model, our_config
 

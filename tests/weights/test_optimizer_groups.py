@@ -7,8 +7,7 @@ import pytest
 
 from mm.config.args import parse
 from mm.config.model import ModelConfig, Rates
-from mm.weights.names import matches
-from mm.weights.table import OUTPUT_LAYER_NAME, model_weights, stage_weights
+from mm.weights.table import OUTPUT_LAYER_NAME, matches, model_weights, stage_weights
 from mm.weights.trained import Group, group_facts, group_of, group_problems, optimizer_groups
 from tests.tiny import our_config
 

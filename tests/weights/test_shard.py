@@ -1,4 +1,4 @@
-"""How shards lie in memory: rows that load 16 bytes at a time, for every real size, and not a number lost."""
+"""How shards lie in memory, fp32 weights as two halves, and which rank reads which weight."""
 
 import math
 from itertools import pairwise
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig, read_model
-from mm.weights.shard import FFN_MULTIPLE, MemoryLayout, memory_ffn, memory_shape
+from mm.weights.shard import FFN_MULTIPLE, MemoryLayout, joined, memory_ffn, memory_shape, readers, split
 from mm.weights.table import Fusion, Weight, fuse, model_weights, shard
 from tests.files import EXAMPLES
 from tests.weights.test_table import hf_tensors_of, models
@@ -101,3 +101,68 @@ def test_values_and_dtypes_are_kept_to_the_bit():
         part[:3] = torch.tensor([math.inf, math.nan, -0.0])
         back = memory.unpad_whole(memory.pad_whole(part))
         assert back.dtype == dtype and torch.equal(back.view(torch.uint8), part.view(torch.uint8))
+
+
+BITS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40)
+TIE = 0x8000
+
+
+def halves(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, remainder = numbers.new_empty(len(numbers), dtype=torch.bfloat16), torch.empty(len(numbers)).short()
+    split(numbers, weight, remainder)
+    return weight, remainder
+
+
+@given(BITS)
+def test_both_halves_are_the_number_to_the_bit(bits: list[int]) -> None:
+    """Whatever the bits, also infinities and numbers near them; NaN becomes infinity in both."""
+    numbers = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    expected = torch.where(numbers.isnan(), torch.inf, numbers)
+    weight, remainder = halves(numbers)
+    assert torch.equal(joined(weight, remainder).view(torch.int32), expected.view(torch.int32))
+    assert weight[numbers.isnan()].isinf().all()
+
+
+@given(BITS)
+def test_the_first_half_is_torchs_rounding_but_for_ties(bits: list[int]) -> None:
+    numbers = torch.tensor([one for one in bits if one & 0xFFFF != TIE], dtype=torch.int32).view(torch.float32)
+    numbers = numbers[~numbers.isnan()]
+    assert torch.equal(halves(numbers)[0], numbers.bfloat16())
+
+
+@given(st.lists(st.integers(-(2**15), 2**15 - 1), max_size=40))
+def test_ties_are_rounded_away_from_zero_and_are_as_near(highs: list[int]) -> None:
+    numbers = torch.tensor([high << 16 | TIE for high in highs], dtype=torch.int32).view(torch.float32)
+    weight = halves(numbers)[0]
+    is_finite = weight.isfinite()
+    one, other, exact = (some[is_finite].double() for some in (weight, numbers.bfloat16(), numbers))
+    assert torch.all(one.abs() > exact.abs()) and torch.equal((one - exact).abs(), (other - exact).abs())
+
+
+def test_the_example_of_the_module() -> None:
+    weight, remainder = halves(torch.tensor([0x3F809000], dtype=torch.int32).view(torch.float32))
+    assert (float(weight), int(remainder)) == (1.0078125, -0x7000)
+
+
+def test_slices_of_a_buffer_are_filled_in_place() -> None:
+    buffer, numbers = torch.zeros(12, dtype=torch.bfloat16), torch.randn(5)
+    remainder = torch.zeros(5, dtype=torch.int16)
+    split(numbers, buffer[3:8], remainder)
+    assert torch.equal(joined(buffer[3:8], remainder), numbers)
+    assert not buffer[:3].any() and not buffer[8:].any()
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 70))
+def test_every_weight_has_one_reader_and_shares_are_even(num_bytes: list[int], num_ranks: int) -> None:
+    chosen = readers(num_bytes, num_ranks)
+    assert len(chosen) == len(num_bytes) and set(chosen) <= set(range(num_ranks))
+    shares = [0] * num_ranks
+    for size, rank in zip(num_bytes, chosen, strict=True):
+        shares[rank] += size
+    assert max(shares) - min(shares) <= max(num_bytes, default=0)
+
+
+def test_the_largest_weights_go_to_ranks_far_apart() -> None:
+    """With four ranks to a host, each of two hosts reads half of the four largest weights."""
+    chosen = readers([1, 9, 9, 9, 9, 1, 8, 1], 8)
+    assert chosen[1:5] == (0, 4, 2, 6) and sorted(chosen) == [*range(8)]

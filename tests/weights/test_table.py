@@ -12,7 +12,6 @@ from mm.checkpoint.mindspeed_layout import stage_local_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems
-from mm.weights.names import live_name, published_name
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
@@ -21,8 +20,11 @@ from mm.weights.table import (
     fuse,
     fuse_pieces,
     hf_ranges,
+    is_target,
+    live_name,
     local_shape,
     model_weights,
+    published_name,
     shard,
     stage_weights,
     unshard,
@@ -266,3 +268,8 @@ def test_both_spellings(published, module):
     assert live_name(published) == module
     assert spell(published, Spelling.PUBLISHED) == published
     assert spell(published, Spelling.MODULE) == module
+
+
+def test_spans_of_layers() -> None:
+    assert is_target("layers.0-15.mlp", ["model.layers.7.mlp"]) and not is_target("layers.0-5.mlp", ["layers.7.mlp"])
+    assert not is_target("layers.0-99999999999.mlp", ["model.layers.7.mlp"])  # is no span, and would fill the memory

@@ -29,7 +29,7 @@ def test_real_sizes(size: str, tp_size: int):
         for name, shape in zip(weight.hf_names, weight.hf_shapes, strict=True):
             dim = weight.tp_dim or 0
             assert held[name] == shape[dim] * times, name
-    padded = sum(one.span.length * one.view.num_rows * one.view.unit_bytes for one in index.padding)
+    padded = sum(one.span.length * one.view.num_rows * one.view.index_bytes for one in index.padding)
     assert padded == sum(2 * (tp_size * math.prod(local_shape(weight, tp_size)) - math.prod(weight.shape))
                          for weight in model_weights(model) if weight.tp_dim is not None)
 

@@ -1,44 +1,134 @@
 """The samples of a data JSON, selected from files that were checked before training, and read one at a time.
 
-Every record is checked, and with a ``Gauge`` measured, once per content of its file; ``mm.data.index.index`` keeps the
-result.  So a bad sample stops the run before it starts instead of at step 5000, and the next start takes seconds.
-
-The files that contain the samples of a data JSON, each opened and checked once per content.
+Every record is checked and measured once per content of its file, and ``mm.data.index.index`` keeps the result: a bad
+sample stops the run before it starts, and the next start takes seconds.  ``TrainedOn`` records in checkpoints which
+samples a run used, and finds what has changed at a resume.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from mm.batch import Microbatch
-from mm.config.data import DataConfig, DatasetFile, training_files, validation_files
-from mm.data.index.fingerprint import Contents
+from mm.checkpoint.manifest import validated
+from mm.config.data import DataConfig, DatasetFile, dataset_files
 from mm.data.index.index import (
+    BAD,
     NUMBER,
+    TOO_LONG,
     Checker,
     Columns,
+    Measure,
     Reader,
     RecordIndex,
     Rows,
     Store,
+    is_usable,
     key_of,
     make_index,
     span_of,
     still_bad,
 )
-from mm.data.index.measure import BAD, TOO_LONG, Gauge, is_usable
-from mm.data.records.record_name import BadSample, name_of, record_place
 from mm.data.records.records import open_records
 from mm.data.records.roots import MediaRoots
-from mm.data.sample import Lengths, Sample
-from mm.data.sampler.sample_stream import chosen, num_chosen, split_off
+from mm.data.sample import BadSample, Lengths, Sample, name_of, record_place
+from mm.data.sampler.sampler import chosen, num_chosen, split_off
 from mm.errors import MAX_PROBLEMS, UserError, collected, counted, naming, printable
+from mm.lock import making
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The samples of one dataset."""
+
+    dataset: str
+    """Its name in the data JSON."""
+    file_sha256: str
+    num_samples: int
+    """Number of samples in use."""
+    samples_sha256: str
+    """SHA-256 of the samples' int64 numbers in the file, in order of use."""
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What must not change; the name may."""
+        return self.file_sha256, self.samples_sha256
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The data of a run."""
+
+    datasets: tuple[Fingerprint, ...]
+    began_at: int = 0
+    """Samples that the run consumed before it switched to these data or this order."""
+    order: str | None = None
+    """A description of the sample order; None in checkpoints of older versions."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], folder: Path) -> "TrainedOn":
+        """The inverse of ``to_json``, from the manifest in ``folder``; raises UserError for other content."""
+        return validated(cls, content, folder, "data")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def followed_by(
+        self, now: Sequence[Fingerprint], order: str, consumed_samples: int, may_differ: bool
+    ) -> "TrainedOn":
+        """The data of a run that resumes with the datasets ``now`` in this ``order``.
+
+        Changed data or a changed order start at the first sample.  Raises UserError for changes unless they
+        ``may_differ``.
+        """
+        changes = self.changes(now, order)
+        if not changes:
+            return replace(self, order=order)
+        if not may_differ:
+            raise UserError(
+                f"the data differ from those of the checkpoint: {'; '.join(changes)}.  This changes the order of the "
+                f"samples, so it is unknown which were trained on: give the same data and --seed; or add "
+                f"--allow-new-data, which continues with the new data from their first sample; or --finetune, which "
+                f"starts at step 0.")
+        return TrainedOn(tuple(now), consumed_samples, order)
+
+    def changes(self, now: Sequence[Fingerprint], order: str) -> list[str]:
+        """How the datasets ``now`` in this ``order`` differ, one sentence per difference."""
+        other = [] if self.order in (None, order) else [f"the samples were {self.order}, and are now {order}"]
+        return [*changed(self.datasets, now), *other]
+
+
+def changed(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> list[str]:
+    """The differences, one sentence per dataset.  Files that were only moved or renamed count as unchanged."""
+    before, after = ([one.identity for one in datasets] for datasets in (then, now))
+    if before == after:
+        return []
+    gone = [one for one in then if one.identity not in after]
+    found: list[str] = []
+    for one in now:
+        if one.identity in before:
+            continue
+        same_file = next((other for other in gone if other.file_sha256 == one.file_sha256), None)
+        same_name = next((other for other in gone if other.dataset == one.dataset), None)
+        if (other := same_file or same_name) is None:
+            found.append(f"{one.dataset} with {counted(one.num_samples, 'sample')} is new")
+            continue
+        gone.remove(other)
+        numbers = f"({other.num_samples} then, {one.num_samples} now)"
+        found.append(f"{other.dataset} has changed {numbers}" if same_file is None else
+                     f"other samples of {other.dataset} are used {numbers}, because of a rate (%), max_samples, "
+                     f"val_rate, --seed, --seq-length, or repaired samples")
+    found += [f"{one.dataset} with {counted(one.num_samples, 'sample')} is missing" for one in gone]
+    names = (", ".join(one.dataset for one in datasets) for datasets in (then, now))
+    return found or ["the datasets were {}, and are now {}".format(*names)]
+
 
 Split = Literal["training", "validation"]
 _SKIP_HINT = " (--bad-sample skip leaves such samples out and lists them in a file.)"
@@ -53,7 +143,7 @@ class IndexedFile:
     reader: Reader
     index: RecordIndex
     file_sha256: str | None
-    """If known."""
+    """None if nothing was measured; see ``content``."""
     num_samples: int = 0
     """Number of samples in use, including those set aside for validation."""
 
@@ -62,8 +152,7 @@ class IndexedFile:
 
     @property
     def content(self) -> str:
-        """SHA-256 of the file, which does not depend on where it is.  Raises UserError when it can no longer be read.
-        """
+        """SHA-256 of the file.  Raises UserError when it can no longer be read."""
         return self.file_sha256 or self.reader.file.content_hash()
 
     def usable(self) -> np.ndarray:
@@ -85,8 +174,7 @@ class IndexedFile:
             return self.reader.sample(record, number)
 
     def bad_sample(self, number: int, reason: str) -> BadSample:
-        """The entry of a record, found good by the check, in the list of bad samples.  Raises UserError as ``record``
-        does."""
+        """A record that the check found good.  Raises UserError as ``record`` does."""
         record, sample = self.record(number), None
         with suppress(UserError):
             sample = self.reader.sample(record, number)
@@ -98,7 +186,7 @@ class IndexedFile:
         return record_place(self.reader.file.path, number)
 
     def named(self, number: int) -> str:
-        """A record as notes name it."""
+        """The same with its id."""
         return record_place(self.reader.file.path, number, name_of(self.record(number)))
 
     def notes(self, seq_length: int | None) -> Iterator[str]:
@@ -119,14 +207,14 @@ def first_of(names: Iterator[str]) -> str:
 
 
 def open_files(
-    config: DataConfig, store: Store, skips_bad: bool, gauge: Gauge | None, split: Split
+    config: DataConfig, store: Store, skips_bad: bool, measure: Measure | None, split: Split
 ) -> tuple[tuple[IndexedFile, ...], tuple[BadSample, ...]]:
     """The files with at least one good sample, and the samples that were left out because they cannot be used.
 
     Arguments and UserErrors are those of ``Dataset``.
     """
     has_files = split == "validation" and config.val_dataset  # otherwise it is a share of the training files
-    sources = validation_files(config) if has_files else training_files(config)
+    sources = dataset_files(config, "val_dataset" if has_files else "dataset")
     most = config.val_max_samples if has_files else config.max_samples
     files, skipped, problems = list[IndexedFile](), list[BadSample](), list[str]()
     for source in sources:
@@ -134,7 +222,7 @@ def open_files(
         if left == 0 or len(problems) >= MAX_PROBLEMS:
             break
         with collected(problems):
-            file = _opened(source, config, store, skips_bad, gauge, left)
+            file = _opened(source, config, store, skips_bad, measure, left)
             files.append(file)
             if not len(file.index.rows) and not file.index.problems:
                 problems.append(f"{source.path}: has no samples; expected a JSON list of objects, or one JSON object "
@@ -145,7 +233,7 @@ def open_files(
                 problems += [found[0] + _SKIP_HINT * (not problems), *found[1:]]
             problems += file.index.problems
     if not problems and not sum(file.num_samples for file in files):
-        notes = (note for file in files for note in file.notes(gauge and gauge.encoder.chat.seq_length))
+        notes = (note for file in files for note in file.notes(measure and measure.encoder.chat.seq_length))
         problems = [*(one.message() for one in skipped), *notes] or [
             f"{', '.join(one.entry for one in sources)}: no samples are used; raise the rates (%)."]
     if problems:
@@ -155,11 +243,11 @@ def open_files(
 
 
 def _opened(
-    source: DatasetFile, config: DataConfig, store: Store, skips_bad: bool, gauge: Gauge | None, left: int | None
+    source: DatasetFile, config: DataConfig, store: Store, skips_bad: bool, measure: Measure | None, left: int | None
 ) -> IndexedFile:
     """One file with its index.  ``left``: use at most this many samples."""
     roots = MediaRoots(source.media_root, (config.dataset_dir, *(config.media_roots or ())))
-    reader = Reader(open_records(source.path), source.attr, roots, gauge)
+    reader = Reader(open_records(source.path), source.attr, roots, measure)
     limit, most_bad = left if source.is_whole else None, None if skips_bad else MAX_PROBLEMS
     index, sha256 = _indexed(Checker(reader), config, store, limit, most_bad)
     file = IndexedFile(source, reader, index, sha256)
@@ -173,11 +261,11 @@ def _indexed(
 ) -> tuple[RecordIndex, str | None]:
     """The index of a file and the file's checksum: from the store if it has them, otherwise checked now."""
     reader, path = checker.reader, checker.reader.file.path
-    if reader.gauge is None:
+    if reader.measure is None:
         return make_index(checker, 1, limit, most_bad), None
     content = store.content_hash(reader.file)
     roots = [os.path.realpath(root) for root in reader.roots.all]
-    key = key_of(content, asdict(reader.attr), roots, reader.gauge.fingerprint, limit)
+    key = key_of(content, asdict(reader.attr), roots, reader.measure.fingerprint, limit)
 
     def kept() -> RecordIndex | None:
         found = None if config.overwrite_cache else store.load(key, path)
@@ -185,7 +273,7 @@ def _indexed(
 
     if (index := kept()) is not None:
         return index, content
-    with store.making(key, f"the index of {path}"):
+    with making(store.folder / f"{key}.lock", f"the index of {path}"):  # others wait, and look again
         if (index := kept()) is not None:
             return index, content
         index = make_index(checker, config.preprocessing_num_workers or len(os.sched_getaffinity(0)), limit, most_bad)
@@ -202,26 +290,25 @@ _BATCH = 1 << 20
 class Dataset:
     """The samples of ``config.dataset`` in file order, or those set aside for validation.
 
-    The positions and lengths of samples are not in memory but mapped from the index, so all processes of a node share
-    them.  Pickles small into data workers.  ``config.max_samples`` limits the dataset to its first samples, over all
-    files.
+    Positions and lengths are mapped from the index, so all processes of a node share them, and it pickles small into
+    data workers.
     """
 
     def __init__(
-        self, config: DataConfig, skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
+        self, config: DataConfig, skips_bad: bool = False, measure: Measure | None = None, seed: int = 0,
         split: Split = "training",
     ) -> None:
         """Check every sample, unless the index has the result for the same content; of media only headers are read.
 
-        Without ``gauge`` nothing is measured, no index is kept, and media are only checked for existence.  ``seed``
+        Without ``measure`` nothing is measured, no index is kept, and media are only checked for existence.  ``seed``
         determines the samples drawn by a rate and those for validation.
 
         Raises UserError with up to 20 problems, each naming file, line and sample.  With ``skips_bad``, samples that
         cannot be used are left out; only an unreadable file, or a dataset without any good sample, is an error.
         Samples in which no turn fits ``--seq-length`` are always left out, and counted.
         """
-        self._config, self._gauge, self._store = config, gauge, Store.of(config)
-        self.files, self.skipped = open_files(config, self._store, skips_bad, gauge, split)
+        self._config, self._measure, self._store = config, measure, Store.of(config)
+        self.files, self.skipped = open_files(config, self._store, skips_bad, measure, split)
         """Samples that were left out because they cannot be used; empty in data workers."""
         self._columns = Columns(tuple(file.index.rows for file in self.files), self._chosen(seed, split))
         if not len(self):
@@ -256,17 +343,18 @@ class Dataset:
     @cached_property
     def notes(self) -> list[str]:
         """Damaged files of the index; oddities of good samples; what long samples lost."""
-        limit = self._gauge and self._gauge.encoder.chat.seq_length
+        limit = self._measure and self._measure.encoder.chat.seq_length
         found = list(dict.fromkeys(self._store.notes))
         found += [note for file in self.files for note in file.notes(limit)]
         if limit is not None:
             dropped = self.column("num_dropped_tokens")
             if len(numbers := np.flatnonzero(dropped)):
                 longest = (dropped[numbers] + self.column("num_tokens")[numbers]).max()
+                first = numbers[:NUM_NAMED].tolist()
                 found.append(
                     f"{len(numbers)} of {len(self)} samples are longer than --seq-length {limit} and lose "
                     f"{dropped.sum(dtype=np.int64)} tokens in total; the longest has {longest}: raise --seq-length to "
-                    f"keep more.  {first_of(map(self._named, numbers[:NUM_NAMED].tolist()))}")
+                    f"keep more.  {first_of(file.named(number) for file, number in map(self._place, first))}")
         return found
 
     def __len__(self) -> int:
@@ -284,7 +372,7 @@ class Dataset:
 
     @property
     def num_too_long(self) -> int:
-        """Number of samples left out because no turn fits."""
+        """Samples left out because no turn fits."""
         return sum(len(file.too_long()) for file in self.files)
 
     def __getitem__(self, index: int) -> Sample:
@@ -292,24 +380,17 @@ class Dataset:
         file, number = self._place(index)
         return file.sample(number)
 
-    def _named(self, index: int) -> str:
-        file, number = self._place(index)
-        return file.named(number)
-
     def refuse_changed(self, index: int, encoded: Microbatch) -> None:
         """Raises UserError if sample ``index``, now ``encoded``, has other lengths than the check has measured."""
         file, number = self._place(index)
         row = file.index.rows.array[number]
-        if self._gauge is not None and (row["num_tokens"], row["num_patches"]) != (
+        if self._measure is not None and (row["num_tokens"], row["num_patches"]) != (
                 encoded.num_tokens, encoded.num_patches):
             raise UserError(f"{file.where(number)}: an image or video of it has changed since it was measured; run "
                             f"'mm-data check --again', and start again.")
 
     def bad_sample(self, index: int, error: UserError) -> BadSample:
-        """The entry for sample ``index``, which cannot be used because of ``error``, in the list of bad samples.
-
-        Raises UserError when its file has changed since the check.
-        """
+        """The entry of sample ``index`` in the list of bad samples.  Raises UserError when its file has changed."""
         file, number = self._place(index)
         return file.bad_sample(number, error.problems[0])
 
@@ -327,7 +408,7 @@ class Dataset:
     @property
     def columns(self) -> Columns:
         """The measurements of all samples; they must have been measured."""
-        assert self._gauge is not None, "nothing was measured"
+        assert self._measure is not None, "nothing was measured"
         return self._columns
 
     @cached_property
@@ -336,10 +417,10 @@ class Dataset:
         return self.columns.of(np.arange(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """The column ``name`` of ``mm.data.index.measure.ROW`` for all samples, in memory; they must be measured."""
+        """The column ``name`` of ``mm.data.index.index.ROW`` for all samples, in memory; they must be measured."""
         return self.columns.values(name, np.arange(len(self)))
 
-    def contents(self) -> tuple[Contents, ...]:
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
         """Which samples of which files are used.  Raises UserError when a file can no longer be read."""
         counts, hashes = [0] * len(self.files), [hashlib.sha256() for _ in self.files]
         for first in range(0, len(self), _BATCH):
@@ -348,35 +429,34 @@ class Dataset:
                 numbers = records[places == file]
                 counts[file] += len(numbers)
                 hashes[file].update(numbers.astype("<i8").tobytes())
-        return tuple(Contents(file.source.entry, file.content, count, found.hexdigest())
+        return tuple(Fingerprint(file.source.entry, file.content, count, found.hexdigest())
                      for file, count, found in zip(self.files, counts, hashes, strict=True))
 
 
 def datasets(
-    config: DataConfig, problems: list[str], skips_bad: bool = False, gauge: Gauge | None = None, seed: int = 0,
+    config: DataConfig, problems: list[str], skips_bad: bool = False, measure: Measure | None = None, seed: int = 0,
     with_validation: bool = True,
 ) -> Mapping[Split, Dataset]:
     """The training samples, and with ``with_validation`` the validation samples if there are any.
 
-    A split that cannot be opened is left out, and its errors are added to ``problems``, so that the errors of all
-    splits are reported together.
+    A split that cannot be opened is left out, and its errors are added to ``problems``.
     """
     found: dict[Split, Dataset] = {}
     with collected(problems):
-        found["training"] = Dataset(config, skips_bad, gauge, seed)
+        found["training"] = Dataset(config, skips_bad, measure, seed)
     if not with_validation or not config.has_validation:
         return found
     # With val_rate both splits are in the same files, whose index has just been created.
     again = config.overwrite_cache and config.val_dataset is not None
     wrong: list[str] = []
     with collected(wrong):
-        found["validation"] = Dataset(replace(config, overwrite_cache=again), skips_bad, gauge, seed, "validation")
+        found["validation"] = Dataset(replace(config, overwrite_cache=again), skips_bad, measure, seed, "validation")
     problems += [one for one in wrong if one not in problems]
     return found
 
 
 def notes_of(splits: Mapping[Split, Dataset]) -> list[str]:
-    """The notes of all splits without duplicates; those of the validation samples alone are marked."""
+    """The notes of all splits without duplicates, each with the name of its split unless that is the first."""
     found = dict.fromkeys(note for dataset in [*splits.values()][:1] for note in dataset.notes)
     for name, dataset in [*splits.items()][1:]:
         found |= dict.fromkeys(f"{name}: {note}" for note in dataset.notes if note not in found)

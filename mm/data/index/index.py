@@ -1,46 +1,160 @@
-"""The index of one file, from checking and measuring every record once: its position and lengths, or why it is bad.
+"""Checks and measures every record of a file, and keeps the results: positions and lengths, or why a record is bad.
 
-The check reads a file block by block in several processes.  ``mm.data.index.index`` keeps the result.
-
-Keeps indexes between runs: a folder of tables whose names are hashes of all that they depend on.
-
-An index is ``KEY.rows``, a row of ``ROW`` for each record, and ``KEY.json``, written last.  ``KEY.numbers`` are the
-records that a dataset uses.  ``files/`` has the checksum of each file of records, named by its size and times, so that
-an unchanged file is not read at every start.  Each file ends with the crc32 of the rest; one that does not match it is
-created again, with a note.
+Samples are measured by the encoder itself on the headers of their media.  A file is checked block by block in several
+processes.  The names in the folder of indexes are hashes of all that an index depends on: ``KEY.rows`` has a row of
+``ROW`` for each record, ``KEY.json`` the rest, written last, and ``KEY.numbers`` the records that a dataset uses.
+``files/`` has the checksum of each file of records, named by its size and times, so that an unchanged file is not read
+at every start.  Each file ends with the crc32 of the rest; one that does not match it is created again, with a note.
 """
 
 import hashlib
 import json
+import math
 import os
+import re
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
+from transformers import PreTrainedTokenizerBase
 
-from mm.batch import Grid
+from mm.batch import IGNORE_INDEX, Grid, image_pairs, window_pairs
 from mm.config.data import Attributes, DataConfig
-from mm.console import Progress
-from mm.data.encode.chat import TooLongError
-from mm.data.index.measure import BAD, ROW, TOO_LONG, Gauge, has_boxes_outside, is_usable, sample_lengths
+from mm.config.model import ModelConfig
+from mm.console import Progress, ongoing
+from mm.data.encode import SampleEncoder, TooLongError
 from mm.data.media.video_patches import VideoConstantsError
 from mm.data.records.formats import read_sample, unread_keys
-from mm.data.records.record_name import BadSample, name_of, record_place
 from mm.data.records.records import Raw, RecordBlock, RecordFile, Span
 from mm.data.records.roots import MediaRoots
-from mm.data.sample import Lengths, Media, Sample
+from mm.data.sample import BadSample, Lengths, Media, Sample, name_of, record_place
 from mm.data.workers import in_processes
 from mm.errors import MAX_PROBLEMS, UserError, printable, writing
-from mm.families.known import TITLES, names_of
+from mm.families import FAMILIES, TITLES, names_of
+from mm.families.family import Family
 from mm.files import json_object, replace_file
-from mm.lock import making
+from mm.model.arithmetic import Arithmetic
+from mm.process import is_first_rank
+
+ROW = np.dtype([
+    ("start", "<i8"), ("end", "<i8"), ("num_image_pairs", "<i8"), ("num_window_pairs", "<i8"), ("line", "<i4"),
+    ("num_tokens", "<i4"), ("num_target_tokens", "<i4"), ("num_media", "<i4"), ("num_patches", "<i4"),
+    ("num_dropped_tokens", "<i4"),
+])  # fmt: skip
+"""The columns that the index has for each record: its ``mm.data.records.records.Span``, its ``Lengths``, and the tokens
+that truncation dropped.  ``num_tokens`` is 0 if nothing was measured, ``BAD`` if the record cannot be used, and
+``TOO_LONG`` if nothing of it would remain; then the dropped tokens are ``TooLongError.num_tokens``."""
+BAD, TOO_LONG = -1, -2
+_BOX = re.compile("|".join((
+    *(rf"{re.escape(family.tokens.box_start)}([^<]*){re.escape(family.tokens.box_end)}" for family in FAMILIES),
+    r"\"(?:bbox_2d|point_2d)\"\s*:\s*\[([^\]]*)\]")))
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+
+
+def is_usable(num_tokens: np.ndarray) -> np.ndarray:
+    """bool: which records can be trained on, given ``ROW``'s ``num_tokens``."""
+    return num_tokens >= 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measures samples as ``encoder`` would encode them."""
+
+    encoder: SampleEncoder
+    window: int
+    """Patches along each side of an attention window of the ViT."""
+
+    @classmethod
+    def from_config(cls, data: DataConfig, model: ModelConfig, seq_length: int) -> "Measure":
+        """Raises UserError as ``SampleEncoder.from_config`` does."""
+        with ongoing("reading tokenizer and processor", is_first_rank()):
+            encoder = SampleEncoder.from_config(data, model, seq_length)
+        return cls(encoder, model.vision.window_attn_size // model.vision.patch_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that its results depend on besides the samples."""
+        return hashlib.sha256(json.dumps(_facts(self)).encode()).hexdigest()
+
+
+def _facts(value: Any) -> Any:
+    """The facts about a part of the encoder that matter, as JSON values."""
+    if isinstance(value, PreTrainedTokenizerBase):
+        backend: Any = value.backend_tokenizer  # ``load_tokenizer`` requires a fast tokenizer
+        code = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        return [code, value.chat_template, transformers.__version__, tokenizers.__version__]
+    if isinstance(value, DataConfig):  # only the settings that plan videos; other parts cover the rest
+        names = ("image_resize", *(field.name for field in fields(value) if field.name.startswith("video_")))
+        return {name: getattr(value, name) for name in names if name not in ("video_backend", "video_timeout")}
+    if is_dataclass(value):
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        # What a family fixes follows from the tokenizer, and its positions change no length.
+        return {name: _facts(item) for name, item in values.items() if not isinstance(item, Family | Arithmetic)}
+    return value
+
+
+def sample_lengths(
+    measure: Measure, sample: Sample, known: dict[Media, Grid]
+) -> tuple[dict[str, int], int, tuple[Grid, ...]]:
+    """The columns of ``ROW`` that depend on the encoder, the number of words like control tokens, and all grids.
+
+    ``known`` caches grids across samples.  Raises UserError for media that cannot be read and samples without any
+    target left, and TooLongError where whole turns are dropped and none would remain.
+    """
+    encoder = measure.encoder
+    for item in sample.media:
+        if item.files == item.contents and item not in known:  # embedded images would fill the memory
+            known[item] = encoder.planned(item).grid
+    grids = tuple(known[item] if item in known else encoder.planned(item).grid for item in sample.media)
+    text = encoder.chat.encode(sample.turns, grids)
+    num_targets = int((text.labels != IGNORE_INDEX).sum())
+    kept = [grids[number] for number in text.media]
+    _check(measure, grids, num_targets)
+    return {
+        "num_tokens": len(text.token_ids),
+        "num_target_tokens": num_targets,
+        "num_media": len(kept),
+        "num_patches": sum(map(math.prod, kept)),
+        "num_image_pairs": sum(map(image_pairs, kept)),
+        "num_window_pairs": sum(window_pairs(grid, measure.window) for grid in kept),
+        "num_dropped_tokens": text.num_dropped_tokens,
+    }, text.num_control_words, grids
+
+
+def _check(measure: Measure, grids: tuple[Grid, ...], num_targets: int) -> None:
+    """Refuse a sample whose media alone are too long, or that has no target tokens left."""
+    chat = measure.encoder.chat
+    limit, num_visual = chat.seq_length, sum(math.prod(grid) // chat.spatial_merge_size**2 for grid in grids)
+    if num_visual > limit and not chat.drops_turns:
+        raise UserError(
+            f"its images and videos ({len(grids)}) alone take {num_visual} tokens, which exceeds --seq-length {limit}, "
+            f"and images are never cut; use fewer or smaller ones (image_max_pixels, video_max_pixels), or raise "
+            f"--seq-length above {num_visual}.")
+    if num_targets == 0:
+        raise UserError(
+            f"none of its answer tokens remain after truncation to --seq-length {limit}; shorten the sample, or raise "
+            f"--seq-length.")
+
+
+def has_boxes_outside(sample: Sample, grids: tuple[Grid, ...], patch_size: int) -> bool:
+    """Whether an answer contains coordinates outside all images as the model sees them: a sign that they refer to the
+    original files, although the model uses pixels of the resized image."""
+    largest = max((max(grid[1:]) * patch_size for grid in grids), default=0)
+    if not largest:
+        return False
+    answers = (turn.text for turn in sample.turns if turn.role == "assistant")
+    places = (box[box.lastindex or 0] for answer in answers for box in _BOX.finditer(answer))
+    return any(float(number) > largest for place in places for number in _NUMBER.findall(place))
+
 
 CACHE_DIR = ".mm-index"
 """Folder in ``dataset_dir``, used if the data JSON does not set ``cache_dir``."""
@@ -55,8 +169,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Rows:
-    """A table that the processes of a node map into memory and share.  Pickles as the path of its file if it has one.
-    """
+    """A table that the processes of a node map into memory and share; if it has a file, it pickles as its path."""
 
     def __init__(self, array: np.ndarray, path: str | None = None) -> None:
         self.array, self.path = array, path
@@ -80,10 +193,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Columns:
-    """The measurements of all samples of a dataset, column by column, from the indexes of its files.
-
-    Only requested data are loaded into memory, and it pickles as file paths.
-    """
+    """The measurements of all samples of a dataset, loaded on request from the indexes of its files."""
 
     files: tuple[Rows, ...]
     """For each file, the columns of ``ROW`` of all its records."""
@@ -158,8 +268,7 @@ class Store:
                         f"basic_parameters.cache_dir to a writable folder")
 
     def content_hash(self, file: RecordFile) -> str:
-        """The hash of ``file``, which is read only if its size or times are new.  Raises UserError when it cannot be
-        read."""
+        """The hash of ``file``, which is read only if its size or times are new.  Raises UserError if it cannot be."""
         status = os.stat(file.path)
         stamp = os.path.realpath(file.path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
         name = f"files/{key_of(*stamp)}"
@@ -170,10 +279,6 @@ class Store:
         if time.time() - status.st_mtime > _SETTLED_SECONDS:
             self._write(name, sha256.encode())
         return sha256
-
-    def making(self, key: str, what: str) -> AbstractContextManager[None]:
-        """Lets only this process create the index ``key``; others wait.  Look again inside whether it exists now."""
-        return making(self.folder / f"{key}.lock", what)
 
     def load(self, key: str, path: str) -> RecordIndex | None:
         """An index with its rows mapped into memory, for a file that is now at ``path``; None if there is none."""
@@ -187,7 +292,6 @@ class Store:
         return None
 
     def save(self, key: str, index: RecordIndex) -> None:
-        """Keep an index."""
         self._write(f"{key}.rows", index.rows.array)
         facts = {"bad": [asdict(one) for one in index.bad], "noted": index.noted, "identity": os.urandom(8).hex()}
         self._write(f"{key}.json", json.dumps(facts).encode())
@@ -236,12 +340,12 @@ _MANY_KEYS = "more keys that nothing reads"
 
 @dataclass(frozen=True)
 class Reader:
-    """How the records of one file become samples; a ``gauge`` measures them."""
+    """How the records of one file become samples."""
 
     file: RecordFile
     attr: Attributes
     roots: MediaRoots
-    gauge: Gauge | None = None
+    measure: Measure | None = None
 
     def sample(self, record: Any, number: int) -> Sample:
         """Record ``number`` as a sample.  Raises UserError for an invalid record."""
@@ -275,7 +379,7 @@ class _CheckedBlock:
         self.noted[what] = before + count, min(earliest, first)
 
     def add(self, other: "_CheckedBlock") -> None:
-        """Add the findings of another block, without its rows."""
+        """Add all of another block but its rows."""
         self.bad += other.bad
         for what, (count, first) in other.noted.items():
             self.note(what, count, first)
@@ -283,7 +387,7 @@ class _CheckedBlock:
 
 @dataclass
 class Checker:
-    """Checks blocks of one file; nothing is measured if its reader has no ``gauge``.  Pickles into workers."""
+    """Checks blocks of one file, and measures them if its reader has a ``measure``.  Pickles into workers."""
 
     reader: Reader
     _grids: dict[Media, Grid] = field(default_factory=dict, init=False)
@@ -318,15 +422,15 @@ class Checker:
             found.note(f"nothing reads {key}; docs/data.md lists the keys that are read", 1, raw.index)
 
     def _measure(self, sample: Sample, index: int, row: np.void, found: _CheckedBlock) -> None:
-        gauge = self.reader.gauge
-        if gauge is None:
+        measure = self.reader.measure
+        if measure is None:
             return
         if len(self._grids) > _MAX_KNOWN:
             self._grids.clear()
-        lengths, num_control_words, grids = sample_lengths(gauge, sample, self._grids)
+        lengths, num_control_words, grids = sample_lengths(measure, sample, self._grids)
         for name, value in lengths.items():
             row[name] = value
-        if has_boxes_outside(sample, grids, gauge.encoder.images.patch_size):
+        if has_boxes_outside(sample, grids, measure.encoder.images.patch_size):
             found.note(_BOXES, 1, index)
         if num_control_words:
             found.note(_CONTROL_WORDS, 1, index)
@@ -337,8 +441,7 @@ def make_index(
 ) -> RecordIndex:
     """Check a file in ``num_processes`` processes, up to ``num_good`` good or ``most_bad`` bad records (None: all).
 
-    Its rows are written to an unnamed file, so they take no memory in this process.  Raises UserError when the file
-    changes during the check.
+    Rows go to an unnamed file instead of memory.  Raises UserError when the file changes during the check.
     """
     file, problems = checker.reader.file, list[str]()
     found, num_rows, num_usable = _CheckedBlock(np.empty(0, ROW)), 0, 0

@@ -1,9 +1,9 @@
-"""Sends each step's data from the one rank that reads it to all ranks of its replica, ahead of time.
+"""Sends each step's data from the rank that reads it, the data owner, to all ranks of its replica, ahead of time.
 
-The owner (first stage, TP rank 0) decodes media once.  The plan of a step without its media goes to the whole replica
-in one CPU broadcast.  Pixels go only to the ranks with the patch embedding, as bytes, which the device normalises.
-Cached outputs of a frozen ViT replace them, and go to the ranks with the projector.  A thread does this for step n+1
-while step n computes; only that thread uses the mesh's replica, owners, pixel and feature groups.
+The plan of a step without its media goes to the whole replica in one CPU broadcast.  Pixels go only to the ranks with
+the patch embedding, as bytes, which the device normalises; cached outputs of a frozen ViT replace them, and go to the
+ranks with the projector.  A thread does this for step n+1 while step n computes; only that thread uses the mesh's
+replica, owners, pixel and feature groups.
 """
 
 import math
@@ -24,7 +24,7 @@ from mm.batch import BatchTotals, Images, Microbatch, StepPlan, encoder_batches_
 from mm.config.model import ModelConfig
 from mm.data.loader.loader import ReadStep
 from mm.data.loader.quarantine import Quarantine
-from mm.data.records.record_name import BadSample
+from mm.data.sample import BadSample
 from mm.data.sampler.cost import in_pipeline_order
 from mm.device.device import Device
 from mm.errors import AgreedError
@@ -39,7 +39,7 @@ _Reading = tuple[float, float]
 
 @dataclass(frozen=True)
 class _Found:
-    """What an owner tells the others about its next step."""
+    """What a data owner tells the others about its next step."""
 
     problems: tuple[str, ...]
     """Why it could not be read."""
@@ -48,14 +48,12 @@ class _Found:
     passes: tuple[Images, ...]
 
 
-class DataOwner(Iterator[StepPlan]):
-    """Yields ``StepPlan``s for ``num_steps`` steps.
+class StepBroadcast(Iterator[StepPlan]):
+    """Yields ``StepPlan``s for ``num_steps`` steps, on every rank.
 
-    ``steps`` is the loader's iterator on the owning rank and None elsewhere; likewise both quarantines, for training
-    and for validation samples.  ``holds_patch_embedding`` says whether this rank needs pixels, ``holds_projector``
-    whether it needs cached ViT outputs.  ``model`` determines the width of pixels and the cost of a microbatch;
-    ``device`` is where both will be copied.  A sample that one owner cannot use raises the same AgreedError on every
-    rank, at that step.
+    ``steps`` is the loader's iterator on data owners and None elsewhere; likewise both quarantines, for training and
+    for validation samples.  ``holds_patch_embedding``: this rank needs pixels.  ``holds_projector``: it needs cached
+    ViT outputs.  A sample that one data owner cannot use raises the same AgreedError on every rank, at that step.
     """
 
     def __init__(
@@ -103,10 +101,7 @@ class DataOwner(Iterator[StepPlan]):
         return plan
 
     def close(self) -> None:
-        """Wait for the thread, which ends after its current step if any are left.
-
-        Every rank must call this after the same step, because the threads communicate in each step.
-        """
+        """Wait for the thread to end.  Every rank must call this after the same step: the threads communicate."""
         self._num_left = 0
         self._wanted.put(False)
         self._thread.join()
@@ -122,7 +117,7 @@ class DataOwner(Iterator[StepPlan]):
                 return
 
     def _share_step(self) -> tuple[StepPlan, _Reading]:
-        """Owners read and agree; each sends its replica the plan without media, then pixels or features."""
+        """Data owners read and agree; each sends its replica the plan without media, then pixels or features."""
         mesh, owned, read = self._mesh, list[Microbatch](), (0.0, 0.0)
         shared: list[Any] = [None]
         if self._steps is not None:
@@ -144,7 +139,7 @@ class DataOwner(Iterator[StepPlan]):
     def _agree(
         self, step: ReadStep | None, microbatches: list[Microbatch], problems: tuple[str, ...]
     ) -> tuple[StepPlan, tuple[str, ...]]:
-        """On every owner: the plan of its replica without media, and the problems of all owners.
+        """On every data owner: the plan of its replica without media, and the problems of all.
 
         ``step``: None if it could not be read, for the reasons ``problems``.
         """
@@ -163,7 +158,7 @@ class DataOwner(Iterator[StepPlan]):
         return StepPlan(light, totals, image_passes=passes), problems
 
     def _leave_out(self, bad: Sequence[BadSample], is_validation: bool) -> tuple[str, ...]:
-        """On every owner: add the bad samples of all owners to the quarantine.  Returns the problems with that."""
+        """On every data owner: add the bad samples of all to the quarantine.  Returns the problems with that."""
         quarantine = self._validation_quarantine if is_validation else self._quarantine
         assert quarantine is not None, "bad samples are left out only if there is a quarantine"
         _, problems = attempt(self._mesh, partial(quarantine.add, bad))
@@ -172,7 +167,7 @@ class DataOwner(Iterator[StepPlan]):
     def _share_media(self, light: Microbatch, owned: Microbatch | None) -> Microbatch:
         """Add pixels, or cached features in their place, to ``light`` where this rank needs them, in pinned memory.
 
-        ``owned``: on the owner, the microbatch with the rows of all images.
+        ``owned``: on the data owner, the microbatch with the rows of all images.
         """
         mesh, vision = self._mesh, self._model.vision
         if light.skips_vision:
@@ -190,10 +185,10 @@ class DataOwner(Iterator[StepPlan]):
         self, microbatch: Microbatch, owned: Tensor | None, width: int,
         groups: Sequence[dist.ProcessGroup | None], ranks: Sequence[int],
     ) -> Tensor | None:
-        """The owner, which has the rows of all images, sends each rank of ``Context.encoders`` the rows of its images.
+        """The data owner, which has all rows, sends each rank of ``Context.encoders`` the rows of its images.
 
-        ``groups``: for each of these ranks, the group of the owner and the ranks that need the rows.  ``ranks``, if not
-        empty, replaces it: for each of these ranks, the only global rank that needs the rows.
+        ``groups``: for each of these ranks, the group of the data owner and the ranks that need the rows.  ``ranks``,
+        if not empty, replaces it: for each of these ranks, the only global rank that needs the rows.
         """
         mesh, kept, sent = self._mesh, None, list[dist.Work | None]()
         own = mesh.context.encoders.rank()
@@ -206,7 +201,8 @@ class DataOwner(Iterator[StepPlan]):
                 num_patches = sum(math.prod(microbatch.image_grids[image]) for image in images)
                 rows = torch.empty(num_patches, width, dtype=torch.uint8)
             else:
-                rows = _rows_of(owned, microbatch, images)
+                of_images = owned.split([math.prod(grid) for grid in microbatch.image_grids])
+                rows = owned if len(images) == len(of_images) else torch.cat([of_images[image] for image in images])
             if not ranks and group is not None:
                 dist.broadcast(rows, src=mesh.replica_owner, group=group)
             elif ranks and owned is None:
@@ -221,8 +217,7 @@ class DataOwner(Iterator[StepPlan]):
 
 
 def deal_images(microbatches: Sequence[Microbatch], model: ModelConfig, num_ranks: int) -> list[Microbatch]:
-    """Assign each image of a step's ``microbatches`` to one of ``num_ranks`` ranks, evening out the ViT's work in each
-    of its passes.
+    """Assign each image to one of ``num_ranks`` ranks, evening out the ViT's work in each of its passes.
 
     Depends only on the grids, so every rank gets the same result.
     """
@@ -236,9 +231,3 @@ def deal_images(microbatches: Sequence[Microbatch], model: ModelConfig, num_rank
             one = microbatches[number]
             dealt[number] = replace(one, image_ranks=tuple(islice(ranks, len(one.image_grids))))
     return dealt
-
-
-def _rows_of(rows: Tensor, microbatch: Microbatch, images: Sequence[int]) -> Tensor:
-    """The rows of ``images``, in their order."""
-    of_images = rows.split([math.prod(grid) for grid in microbatch.image_grids])
-    return rows if len(images) == len(of_images) else torch.cat([of_images[image] for image in images])

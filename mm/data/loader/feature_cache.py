@@ -1,9 +1,8 @@
 """The cache of ViT outputs: with a frozen ViT, its features of images and videos are kept over epochs and runs.
 
-``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches in the processor's order, as output by the ViT's
-last layer, and their crc32.  The key covers the content of the media file, everything that determines its pixels, and
-the ViT, so a stale file is never used.  The rank that reads the data looks features up here;
-``mm.data.loader.feature_writer`` writes them.
+``KEY[:2]/KEY.vit`` has one image or video: the rows of its patches as output by the ViT's last layer, and their crc32.
+The key covers the content of the media file, everything that determines its pixels, and the ViT, so a stale file is
+never used.  Data owners look features up here; ``mm.data.loader.feature_writer`` writes them.
 """
 
 import hashlib
@@ -68,10 +67,10 @@ class FeatureCache:
 def pixel_facts(media: ImagePlan | VideoPlan, videos: VideoProcessor) -> dict[str, Any]:
     """Everything that determines the pixels besides the content of the file, as JSON values."""
     if isinstance(media, ImagePlan):
-        return {"image": media.processor.settings, "grid": media.grid, "versions": _versions("image")}
+        return {"image": asdict(media.processor), "grid": media.grid, "versions": _versions("image")}
     backend, wanted = videos.backend, asdict(media.wanted)
     return {
-        "video": videos.constants.settings,
+        "video": asdict(videos.constants),
         "grid": media.grid,
         "frames": wanted | {"time_base": str(media.wanted.time_base)},
         "repeats": media.repeats,

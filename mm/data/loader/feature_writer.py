@@ -1,8 +1,7 @@
-"""Writes the outputs of a frozen ViT to the cache in a background thread, so a step never waits for the disk.
+"""Writes the outputs of a frozen ViT to the feature cache in a background thread, so a step never waits for the disk.
 
+A fingerprint of the ViT is part of the key, so that features are used only with the ViT that made them.
 ``mm.data.loader.feature_cache`` defines the files.
-
-A fingerprint of the ViT, so that stored features are used only with the ViT that made them.
 """
 
 import hashlib
@@ -32,12 +31,11 @@ _WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "r
 
 
 def vision_fingerprint(stage: Stage, mesh: Mesh) -> str:
-    """Hash of the values, dtype and settings of patch embedding and ViT layers.  The same for every layout.
+    """Hash of the values, dtype and settings of patch embedding and ViT layers; the same for every layout.
 
-    Collective over all ranks, once the weights are filled.  It takes a second for a ViT of 0.7 billion parameters.
+    Collective over all ranks, once the weights are filled.
     """
-    own = tuple(_digests(stage, mesh))
-    digests = sorted(all_of(own, mesh.control_group))
+    digests = sorted(all_of(tuple(_digests(stage, mesh)), mesh.control_group))
     settings = {name: value for name, value in asdict(stage.model.vision).items() if name not in _WITHOUT_EFFECT}
     facts = [settings, str(stage.config.params_dtype), digests]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -69,16 +67,16 @@ MAX_WAITING_BYTES = 1 << 30
 """Limit of data waiting to be written.  Above it, features are not kept but recomputed in the next epoch."""
 
 
-class FeatureKeeper:
+class FeatureWriter:
     """One rank's writer of features.  Images and videos that are already cached are not written again.
 
     When the folder is full or has reached ``max_bytes``, one warning is printed and training continues.
     """
 
-    def __init__(self, directory: str, rank: int, max_bytes: int | None, num_keepers: int) -> None:
-        """``max_bytes`` limits the whole folder; each of the ``num_keepers`` writers may use an equal share."""
+    def __init__(self, directory: str, rank: int, max_bytes: int | None, num_writers: int) -> None:
+        """``max_bytes`` limits the whole folder; each of the ``num_writers`` writers may use an equal share."""
         self._directory, self._rank = directory, rank
-        self._max_bytes, self._num_keepers = max_bytes, num_keepers
+        self._max_bytes, self._num_writers = max_bytes, num_writers
         self._room: float | None = None
         """Bytes that this rank may still write; None until the size of the folder is known."""
         self._waiting_bytes, self._lock = 0, Lock()
@@ -89,7 +87,7 @@ class FeatureKeeper:
         self._thread = Thread(target=self._run, name="features", daemon=True)
         self._thread.start()
 
-    def keep(self, made: Sequence[MadeFeatures]) -> None:
+    def enqueue(self, made: Sequence[MadeFeatures]) -> None:
         """Queue the features of a step.  Raises an earlier error of the writer thread, except disk errors."""
         if self._failure is not None:
             raise self._failure
@@ -124,7 +122,7 @@ class FeatureKeeper:
     def _write(self, made: MadeFeatures) -> None:
         if self._room is None:
             self._room = float("inf") if self._max_bytes is None else (
-                (self._max_bytes - used_bytes(self._directory)) / self._num_keepers)
+                (self._max_bytes - used_bytes(self._directory)) / self._num_writers)
         rows_of_images = made.read().split([num_patches for _, num_patches in made.images])
         for (key, _), rows in zip(made.images, rows_of_images, strict=True):
             if not key or path_of(self._directory, key).exists():

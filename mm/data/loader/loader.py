@@ -1,5 +1,10 @@
-"""The microbatches of each optimizer step, prepared ahead by worker processes (``mm.data.workers``)."""
+"""The microbatches of each step, prepared ahead by worker processes (``mm.data.workers``), and what validation reads.
 
+Microbatches of a validation depend on the samples alone, so any number of replicas computes the same sums.
+"""
+
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -7,19 +12,25 @@ from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from mm.batch import IGNORE_INDEX, Microbatch
-from mm.data.encode.encoder import Outline, SampleEncoder
+from mm.config.run import Run
+from mm.data.encode import Outline, SampleEncoder
 from mm.data.index.dataset import Dataset
+from mm.data.index.index import Measure
 from mm.data.loader.feature_cache import FeatureCache
-from mm.data.records.record_name import BadSample
-from mm.data.sampler.sample_stream import SampleOrder, StepSamples
+from mm.data.sample import BadSample, HasLengths
+from mm.data.sampler.balance import Sizes, fullest_packs
+from mm.data.sampler.cost import SampleSizes
+from mm.data.sampler.sampler import SampleOrder, StepSamples, budget_of
 from mm.data.workers import Prepared
 from mm.errors import UserError, add_note
+from mm.parallel.context import deal
 
 _PLANNED_AHEAD = 2
-"""Steps planned before they are requested.  The loader requests as far ahead as its workers prepare."""
+"""Steps planned before they are requested."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,11 @@ class StepLoader(Iterator[ReadStep]):
         self, dataset: Dataset, encoder: SampleEncoder, steps: Iterable[StepSamples], num_workers: int = 2,
         prefetch_factor: int = 2, skips_bad: bool = False, features: FeatureCache | None = None,
     ) -> None:
-        """``steps`` gives the samples of each microbatch of each step, and may be endless.  A microbatch without
-        samples becomes one token that is not a target.
+        """``steps``, perhaps endless, gives the samples of each microbatch; one without any gets a token without loss.
 
-        ``steps`` is consumed as far ahead as workers prepare: ``prefetch_factor`` microbatches each.  Without workers
-        the calling thread encodes.  ``skips_bad``: samples that cannot be used are left out and reported.
-        ``features``: the cache of ViT outputs, used instead of pixels if it has all media of a microbatch.
+        Each worker prepares ``prefetch_factor`` microbatches ahead; without workers the calling thread encodes.
+        ``skips_bad``: samples that cannot be used are left out and reported.  ``features``: the cache of ViT outputs,
+        used instead of pixels if it has all media of a microbatch.
         """
         read = _ReadMicrobatch(dataset, encoder, skips_bad, features)
         self._microbatches = Prepared(read, _in_one_row(steps), num_workers, prefetch_factor)
@@ -71,16 +81,14 @@ class StepLoader(Iterator[ReadStep]):
 def planned_steps(make_order: Callable[[], SampleOrder], num_workers: int) -> Iterator[StepSamples]:
     """The endless steps of one replica, planned ahead by a process of their own; without workers, by this thread.
 
-    Planning takes time in proportion to the global batch: a second of Python for 100,000 samples, during which this
-    process could launch no work on its device.
+    A global batch of 100,000 samples takes a second of Python, in which this process could launch no work.
     """
     return Prepared(_PlanStep(make_order), count(), min(num_workers, 1), _PLANNED_AHEAD)
 
 
 @dataclass(frozen=True)
 class _PlanStep:
-    """Plans a step, given its number.  Pickles small: the order, in proportion to the dataset, is made where it is
-    used."""
+    """Plans a step, given its number.  Pickles small: the order is made where it is used."""
 
     make_order: Callable[[], SampleOrder]
 
@@ -104,7 +112,7 @@ def _in_one_row(steps: Iterable[StepSamples]) -> Iterator[tuple[list[int], bool]
 class _ReadMicrobatch:
     """Reads one microbatch; returns it with bad samples, and whether it is the last of its step.
 
-    A UserError is returned, not raised: raised in a worker, its message would be buried in a traceback.
+    A UserError is returned, because raised in a worker it would have a traceback.
     """
 
     dataset: Dataset
@@ -175,9 +183,111 @@ def _noting(where: str) -> Iterator[None]:
 
 
 def _stand_in(*samples: int) -> Microbatch:
-    """Replaces a sample that is left out, so that no rank and no pack becomes empty.
-
-    Token 0 exists in every vocabulary.
-    """
+    """One token without loss in place of a sample that is left out, so that no rank and no pack becomes empty."""
     nothing = torch.zeros(1, dtype=torch.int64)
     return Microbatch(nothing, nothing + IGNORE_INDEX, nothing.expand(3, 1), (1,), (), None, samples=samples)
+
+
+@dataclass(frozen=True)
+class ValidationOrder:
+    """Which replica computes which samples in one validation."""
+
+    num_samples: int
+    steps: list[list[StepSamples]]
+    """By step and replica.  If a replica has too few microbatches for the schedule, empty ones are added."""
+
+
+def validation_order(run: Run, lengths: HasLengths) -> ValidationOrder:
+    """Each sample once, or the same random subset each time if ``--eval-iters`` allows fewer than all.
+
+    A step has as many microbatches as a training step, distributed over the replicas by cost.
+    """
+    samples = _taken(run, len(lengths))
+    sizes = SampleSizes(run.model, lengths).of(np.arange(len(lengths)))
+    microbatches = _microbatches(run, samples, sizes)
+    size, least = run.dp_size * run.held_microbatches, run.num_stages if run.num_chunks > 1 else 1
+    steps = []
+    for first in range(0, len(microbatches), size):
+        some = microbatches[first : first + size]
+        own: list[StepSamples] = [[] for _ in range(run.dp_size)]
+        for one, replica in zip(some, deal([int(sizes.costs[one].sum()) for one in some], run.dp_size), strict=True):
+            own[replica].append(one)
+        steps.append([step + [[]] * (least - len(step)) for step in own])
+    return ValidationOrder(len(samples), steps)
+
+
+def _taken(run: Run, num_samples: int) -> np.ndarray:
+    """int64, ascending.  A subset is drawn at random, because files may be sorted."""
+    num_batches = run.args.eval_iters
+    if num_batches is None or num_batches * run.global_batch_size >= num_samples:
+        return np.arange(num_samples)
+    drawn = np.random.default_rng(run.args.seed).permutation(num_samples)
+    return np.sort(drawn[: num_batches * run.global_batch_size])
+
+
+def _microbatches(run: Run, samples: np.ndarray, sizes: Sizes) -> StepSamples:
+    """Packs, or ``--micro-batch-size`` samples in file order."""
+    size = run.args.micro_batch_size
+    if not run.data.packs:
+        return [samples[first : first + size].tolist() for first in range(0, len(samples), size)]
+    own = sizes.of(samples)
+    packs = fullest_packs(own.num_tokens, own.num_patches, budget_of(run))
+    return [samples[pack].tolist() for pack in packs]
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """The facts about a run's validations that every rank knows."""
+
+    num_plans: int
+    num_samples: int
+    num_of_all: int
+    """All validation samples; ``--eval-iters`` may allow fewer."""
+    fingerprint: str
+    """Identifies the samples in use."""
+
+
+@dataclass(frozen=True)
+class ValidationReader:
+    """Reads the validation samples on a data owner, again for each validation."""
+
+    run: Run
+    dataset: Dataset
+    measure: Measure
+    dp_rank: int
+
+    @cached_property
+    def order(self) -> ValidationOrder:
+        return validation_order(self.run, self.dataset.columns)
+
+    def plan(self) -> ValidationPlan:
+        """What a data owner sends to all ranks; the same on each."""
+        facts = self.order.num_samples, [one.identity for one in self.dataset.fingerprints()]
+        fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return ValidationPlan(len(self.order.steps), self.order.num_samples, len(self.dataset), fingerprint)
+
+    def loader(self) -> StepLoader:
+        """A loader for one validation."""
+        steps = [step[self.dp_rank] for step in self.order.steps]
+        args, data = self.run.args, self.run.data
+        num_workers = min(args.num_workers, sum(map(len, steps)))
+        return StepLoader(self.dataset, self.measure.encoder, steps, num_workers, data.prefetch_factor,
+                          skips_bad=args.bad_sample == "skip")
+
+
+def in_between(
+    training: Iterator[ReadStep], is_due: Iterable[bool], open_loader: Callable[[], StepLoader]
+) -> Iterator[ReadStep]:
+    """The training steps, with a whole validation after each step for which ``is_due`` is true.
+
+    Its workers end with it.
+    """
+    for due in is_due:
+        yield next(training)
+        if due:
+            loader = open_loader()
+            try:
+                for step in loader:
+                    yield replace(step, is_validation=True)
+            finally:
+                loader.close()

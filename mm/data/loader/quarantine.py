@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mm.data.records.record_name import BadSample
+from mm.data.sample import BadSample
 from mm.errors import UserError, writing
 from mm.files import json_object, read_regular, regular, whole_lines
 

@@ -32,7 +32,7 @@ _SIGNATURES = (
     (b"<!doctype html", "a web page", "the download failed: fetch the file itself"),
     (b"git-lfs", "a pointer of Git LFS", "fetch the file itself with 'git lfs pull'"),
 )
-"""Content that is not an image: a mark in its first bytes (also matched in lower case), what it is, and the fix."""
+"""Content that is not an image: a part of its first bytes (also matched in lower case), what it is, and the fix."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -61,9 +61,8 @@ def format_of(path: str | Inline) -> str | None:
 def load_image(path: str | Inline, is_upright: bool = True, on_white: bool = True) -> Image.Image:
     """Decode ``path`` to RGB, rotated upright.  ``on_white``: composite transparency on white instead of dropping it.
 
-    16-bit channels keep their upper 8 bits, and floats from 0 to 1 are scaled to 0 to 255; Pillow alone would make
-    these images white or black.  Raises UserError naming ``path`` when it is not a regular file or not an image, is
-    truncated, has pixel values outside these ranges, or is larger than ``MAX_IMAGE_PIXELS``.
+    16-bit channels keep their upper 8 bits, and floats from 0 to 1 are scaled to 0 to 255, which Pillow alone would
+    not do.  Raises UserError naming ``path`` when it is not a regular file or image, is damaged or too large.
     """
     with _open(path) as image:
         return _decoded(image, path, is_upright, on_white)
@@ -114,7 +113,7 @@ def _damaged(path: str | Inline, error: Exception) -> UserError:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """The transpose that turns ``image`` upright, from its EXIF data.  Pillow itself has already rotated TIFF files."""
+    """The transpose that turns ``image`` upright.  Pillow itself has already rotated TIFF files."""
     exif = Image.Exif()
     try:
         exif.load(image.info.get("exif", b""))
@@ -159,10 +158,10 @@ def _beginning(path: str | Inline) -> str:
 
 
 def known_content(start: bytes) -> tuple[str, str] | None:
-    """What a file that starts with ``start`` is, if it is not a usable image, and the fix; None if unknown."""
+    """What a file that starts with ``start`` is, if it is not an image, and the fix; None if unknown."""
     if not start.strip(b"\0"):
         return "empty, or zeros left by a lost write", "fetch or copy it again, or remove it"
-    return next(((what, fix) for mark, what, fix in _SIGNATURES if mark in start or mark in start.lower()), None)
+    return next(((what, fix) for part, what, fix in _SIGNATURES if part in start or part in start.lower()), None)
 
 
 def _in_8_bits(image: Image.Image, path: str | Inline) -> Image.Image:

@@ -1,14 +1,14 @@
 """Image files as the patches that the ViT reads, before normalisation.
 
-The default is bit-identical to transformers' ``Qwen2VLImageProcessorPil``, and faster.  ``backend="torch"`` is faster
-still and resizes with torch, as transformers' torchvision-based processor does.  LLaMA-Factory, whose rule MindSpeed-MM
-uses, resizes the image once before that.
+The default is bit-identical to transformers' ``Qwen2VLImageProcessorPil``, and faster.  ``backend="torch"`` resizes
+with torch, as transformers' torchvision-based processor does, and is faster still.  LLaMA-Factory's rule, which
+MindSpeed-MM uses, resizes the image once before that.
 """
 
 import json
 import math
 import operator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +22,7 @@ from torch.nn.functional import interpolate
 
 from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
-from mm.config.schema import Count, NotNegative, Positive, expected, fields_of
-from mm.config.strict_json import read_json
+from mm.config.schema import Count, NotNegative, Positive, expected, fields_of, read_json
 from mm.data.media.image_decode import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
 from mm.data.sample import Inline
@@ -43,8 +42,8 @@ _CONFIG_FILES = {
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """The size (height, width) an image is resized to: multiples of ``factor``, with the area within the bounds.
 
-    The same numbers as transformers' function of this name, whose module takes seconds to import.  The aspect ratio is
-    kept as closely as the multiples allow.  Raises ValueError when one side is more than 200 times the other.
+    transformers' function of this name, whose module takes seconds to import.  Raises ValueError when one side is more
+    than 200 times the other.
     """
     if max(height, width) / min(height, width) > 200:
         raise ValueError(f"one side is more than 200 times the other: {width} x {height} pixels")
@@ -110,14 +109,11 @@ class ImageProcessor:
         cls, directory: str, min_pixels: int = 0, max_pixels: int = 0, rule: ResizeRule = "transformers",
         is_upright: bool = True, backend: ImageBackend = "pillow", media: str = "image",
     ) -> "ImageProcessor":
-        """Read the constants of a Hugging Face directory; the pixel bounds of the data JSON can only tighten them.
+        """Read the constants for images or videos of a Hugging Face directory (``_CONFIG_FILES``).
 
-        ``min_pixels`` and ``max_pixels`` are ``image_min_pixels`` and ``image_max_pixels``; 0 means no bound.  The
-        tighter of two bounds applies; in LLaMA-Factory's rule both apply, one after the other.  Constants come from
-        ``processor_config.json`` (its ``image_processor``), otherwise from ``preprocessor_config.json``: transformers'
-        order.  ``media="video"`` reads the constants for videos.
-
-        Raises UserError for a missing file or field, and for settings that no Qwen2.5-VL checkpoint has.
+        ``min_pixels`` and ``max_pixels`` of the data JSON (0: no bound) can only tighten those of the checkpoint; in
+        LLaMA-Factory's rule both apply, one after the other.  Raises UserError for a missing file or field, and for
+        settings that no Qwen2.5-VL checkpoint has.
         """
         path, values = _read_config(Path(directory), media)
         size: dict[str, Any] = values["size"] if isinstance(values.get("size"), dict) else {}
@@ -133,8 +129,7 @@ class ImageProcessor:
             raise UserError(
                 f"image_max_pixels = {max_pixels} and image_min_pixels = {min_pixels} of the data JSON, together with "
                 f"min_pixels = {found.min_pixels} and max_pixels = {found.max_pixels} of {path}, leave no "
-                f"size: the lower bound {lower} is above the upper bound {upper}."
-            )
+                f"size: the lower bound {lower} is above the upper bound {upper}.")
         return replace(found, min_pixels=lower, max_pixels=upper)
 
     def within(self, item: ImageItem) -> "ImageProcessor":
@@ -171,8 +166,8 @@ class ImageProcessor:
     def patches(self, plan: "ImagePlan") -> Tensor:
         """Decode, resize and cut an image file: uint8 [num_patches, channels x frames x patch_size x patch_size].
 
-        A still image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image``, and for
-        an image whose header states another size.
+        The image is repeated ``temporal_patch_size`` times as frames.  Raises UserError as ``load_image``, and for an
+        image whose header states another size.
         """
         with decoding(plan.path):
             pixels = self._resized_by_torch(plan) if self.backend == "torch" else self._resized_by_pillow(plan)
@@ -195,11 +190,6 @@ class ImageProcessor:
         (times, rows, columns), side, merge, depth = grid, self.patch_size, self.merge_size, self.temporal_patch_size
         pixels = patches.view(times, rows // merge, columns // merge, merge, merge, 3, depth, side, side)
         return pixels.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(times * depth, rows * side, columns * side, 3)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All that determines pixels and sizes, as JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def normalisation(self) -> Normalisation:
@@ -261,19 +251,10 @@ def _read_config(directory: Path, media: str) -> tuple[Path, dict[str, Any]]:
 
 def _check_settings(path: Path, values: dict[str, Any]) -> None:
     """Refuse settings that would change the pixels and that this code does not implement."""
-    supported = {
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_convert_rgb": True,
-        "resample": int(Image.Resampling.BICUBIC),
-        "rescale_factor": 1 / 255,
-    }
-    refuse(
-        f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
-        for key, value in supported.items()
-        if values.get(key, value) != value
-    )
+    supported = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True) | {
+        "resample": int(Image.Resampling.BICUBIC), "rescale_factor": 1 / 255}
+    refuse(f"{path}: {key} is {values[key]!r}; only {value!r} is supported, as in every Qwen2.5-VL checkpoint."
+           for key, value in supported.items() if values.get(key, value) != value)
 
 
 def _checked(path: Path, values: dict[str, Any]) -> ImageProcessor:

@@ -1,8 +1,6 @@
-"""Decodes selected frames of video files with one of three libraries.
+"""Selected frames of videos, decoded by PyAV, decord or torchcodec, and of animated images, decoded by Pillow.
 
-Animated images (GIF, WebP, PNG) as videos: the time of each frame, and selected frames.  Pillow decodes them.
-
-Frames are composited on white, as FFmpeg does for GIFs.
+Animations are composited on white, as FFmpeg does for GIFs.
 """
 
 import contextlib
@@ -70,8 +68,7 @@ def animation_header(path: str) -> VideoHeader:
     return VideoHeader(image.width, image.height, _BASE, ticks, ticks, ticks, round(shown), round(begin))
 
 
-def animation_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames, in order.  Raises UserError naming ``path`` for a damaged frame."""
+def _animation_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
     with _opened(path) as image:
         first = _num_hidden(image)
         for number in wanted.numbers:
@@ -101,18 +98,15 @@ def frames_of(path: str, wanted: Wanted, backend: str) -> Iterator[Pixels]:
 
     Raises UserError naming the file and, where it is known, the time of a frame that is missing or damaged.
     """
-    return animation_frames(path, wanted) if is_animation(path) else BACKENDS[backend](path, wanted)
+    return _animation_frames(path, wanted) if is_animation(path) else BACKENDS[backend](path, wanted)
 
 
-def pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames, decoded by PyAV, one at a time; only they are converted to RGB.
-
-    Between frames that are far apart it seeks to a key frame.
-    """
+def _pyav_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """One at a time; between frames that are far apart it seeks to a key frame."""
     with opened(path) as (container, stream):
         search = _Search(path, container, stream, wanted)
         for number in range(len(wanted.times)):
-            yield search.pixels(number)
+            yield _turned(search.find(number).to_ndarray(format="rgb24"), search.matrix or UNTURNED)
 
 
 class _Search:
@@ -131,14 +125,9 @@ class _Search:
         self._current: tuple[Any, str | None] | None = None
         """The last frame that starts early enough, with its damage if any; ``_following`` is the frame after it."""
         self._following: tuple[Any, str | None] | None = None
-        self._matrix: DisplayMatrix | None = None
+        self.matrix: DisplayMatrix | None = None
 
-    def pixels(self, number: int) -> Pixels:
-        """The pixels of the wanted frame ``number``; see ``_find``."""
-        frame = self._find(number)
-        return _turned(frame.to_ndarray(format="rgb24"), self._matrix or UNTURNED)
-
-    def _find(self, number: int) -> Any:
+    def find(self, number: int) -> Any:
         """The wanted frame ``number``; call it with ascending numbers.
 
         A seek can land too late.  And in an open group of pictures, a frame shown before its key frame depends on
@@ -181,8 +170,8 @@ class _Search:
             self._frames = self._decoded()
         self._current, self._following = None, next(self._frames, None)
         # Only for one frame: a frame whose side data was read is freed by the garbage collector alone.
-        if self._matrix is None and self._following is not None:
-            self._matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
+        if self.matrix is None and self._following is not None:
+            self.matrix = matrix_of(self._following[0]) if self._wanted.is_upright else UNTURNED
 
     def _advance(self, time: int) -> tuple[Any, str | None] | None:
         """The last frame that starts at ``time`` or before; None if decoding started too late for it."""
@@ -226,8 +215,8 @@ def _turned(pixels: Pixels, matrix: DisplayMatrix) -> Pixels:
     return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
 
-def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames, decoded by decord.  Refuses files rotated by 90 degrees: decord garbles their rows."""
+def _decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """Refuses files rotated by 90 degrees: decord garbles their rows."""
     decord: Any = import_module("decord")
     a, b, _, d = _first_matrix(path)
     if abs(b) > abs(a) or (not wanted.is_upright and (a < 0 or d < 0)):
@@ -244,8 +233,8 @@ def decord_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
                         f"\"pyav\", or replace the video.") from error
 
 
-def torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
-    """The wanted frames, decoded by torchcodec, which always rotates them upright."""
+def _torchcodec_frames(path: str, wanted: Wanted) -> Iterator[Pixels]:
+    """torchcodec always rotates frames upright."""
     decoders: Any = import_module("torchcodec.decoders")
     if not wanted.is_upright and _first_matrix(path) != UNTURNED:
         raise UserError(f"{path}: is rotated by its metadata, which torchcodec always applies and \"image_resize\": "
@@ -277,7 +266,7 @@ def _check_time(path: str, seconds: float, time: int, wanted: Wanted) -> None:
 
 
 BACKENDS: dict[str, Callable[[str, Wanted], Iterator[Pixels]]] = {
-    "pyav": pyav_frames, "decord": decord_frames, "torchcodec": torchcodec_frames}
+    "pyav": _pyav_frames, "decord": _decord_frames, "torchcodec": _torchcodec_frames}
 
 
 def missing_backend(name: str) -> str | None:

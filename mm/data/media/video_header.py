@@ -61,13 +61,13 @@ class Wanted:
     """Frames to decode."""
 
     numbers: tuple[int, ...]
-    """In display order: ascending and unique."""
+    """In display order: ascending and unique.  The next four have an entry for each."""
     times: tuple[int, ...]
-    """Start of each frame."""
+    """Its start."""
     starts: tuple[int, ...]
-    """For each frame, the key frame at which its decoding can begin."""
+    """The key frame at which its decoding can begin."""
     seeks: tuple[int, ...]
-    """For each frame, the time to seek to for that key frame."""
+    """The time to seek to for that key frame."""
     earlier_seeks: tuple[int, ...]
     """The same for the key frame before it."""
     reach: int
@@ -132,8 +132,8 @@ def check_size(path: str, width: int, height: int) -> None:
 def read_header(path: str, is_upright: bool) -> VideoHeader:
     """Read all packets without decoding them, and decode the first frame for its size and rotation.
 
-    Frames whose key frame was cut off are not counted: no decoder shows them.  Raises UserError naming ``path`` when it
-    is not a regular file or not a video, is truncated, or has more than ``MAX_IMAGE_PIXELS`` per frame.
+    Frames whose key frame was cut off are not counted.  Raises UserError naming ``path`` when it is not a regular file
+    or not a video, is truncated, or has more than ``MAX_IMAGE_PIXELS`` per frame.
     """
     with opened(path) as (container, stream):
         is_exact = not stream.frames or os.path.getsize(path) <= MAX_SCANNED_BYTES
@@ -154,10 +154,7 @@ def read_header(path: str, is_upright: bool) -> VideoHeader:
 
 
 def _exact(ratio: Any) -> Fraction:
-    """A ratio of PyAV; 0 if the file states none.
-
-    Up to PyAV 18 it is a Fraction or None.  PyAV 19's own type approximates products and may have a denominator of 0.
-    """
+    """A ratio of PyAV; 0 if the file states none.  The own type of PyAV 19 approximates products."""
     return Fraction(ratio.numerator, ratio.denominator) if ratio else Fraction(0)
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from mm.config.strict_json import not_utf8
-from mm.data.records.record_name import numbered, record_place
-from mm.data.sample import Inline
+from mm.config.schema import not_utf8
+from mm.data.sample import Inline, numbered, record_place
 from mm.errors import UserError, collected
 from mm.files import json_value, sha256
 
@@ -124,14 +123,11 @@ class RecordFile:
     def read(self, span: Span) -> Any:
         """The value of a record that was read without a problem before.  Raises UserError when the file has changed."""
         if self.kind == "Parquet":
-            return _without_nulls(self.row(*span[:2]), _Picture(self, *span[:2]))
+            return _without_nulls(self.row(*span[:2]), _StoredImage(self, *span[:2]))
         return json.loads(self._bytes(*span[:2]))
 
     def row(self, group: int, row: int) -> Any:
-        """A row of a row group in Parquet, with nulls and the bytes of images.
-
-        Reads the whole group, and caches it for the next call.  Raises UserError when it cannot be read.
-        """
+        """A row in Parquet, with nulls and the bytes of images.  Reads its whole row group, and caches that."""
         import pyarrow
 
         with self._opened():
@@ -159,7 +155,10 @@ class RecordFile:
         """A note if row groups are so large that reading single rows is slow and takes memory."""
         if self.kind != "Parquet":
             return []
-        largest = max(_group_sizes(self.path), default=0)
+        import pyarrow.parquet
+
+        found = pyarrow.parquet.read_metadata(self.path)
+        largest = max((found.row_group(group).total_byte_size for group in range(found.num_row_groups)), default=0)
         return [] if largest <= _MAX_GROUP_BYTES else [
             f"{self.path}: has a row group of {largest >> 20:,} MiB, and to reach an image its whole group is read; "
             f"write the file with smaller groups (row_group_size=100)"]
@@ -228,7 +227,7 @@ def _line_spans(stream: BinaryIO) -> Iterator[list[Span]]:
 def _list_spans(stream: BinaryIO) -> Iterator[list[Span]]:
     """The elements of a list.  Raises UserError, whose message begins with ``:line``, where it is not one.
 
-    Each character of the text stands for one byte: JSON's syntax is ASCII, and strings are not interpreted.
+    Each character of the text stands for one byte: JSON's syntax is ASCII.
     """
     line, number, text, is_last = 1, 0, "", False
     while (space := stream.read(1)) != b"[":
@@ -291,12 +290,11 @@ def _list_problem(text: str, line: int, number: int) -> str:
 def _skipped(text: str, position: int) -> int:
     """``position``, or the end of the whitespace there."""
     space = _SPACE.match(text, position)
-    assert space is not None, "no space matches too"
-    return space.end()
+    return space.end() if space else position
 
 
 @dataclass(frozen=True)
-class _Picture:
+class _StoredImage:
     """The place of an image in a row of a Parquet file."""
 
     file: RecordFile
@@ -305,7 +303,7 @@ class _Picture:
     keys: tuple[str | int, ...] = ()
     """The keys and list indices that lead to it."""
 
-    def inside(self, key: str | int) -> "_Picture":
+    def inside(self, key: str | int) -> "_StoredImage":
         return replace(self, keys=(*self.keys, key))
 
     def read(self) -> bytes:
@@ -316,7 +314,7 @@ class _Picture:
         return value["bytes"]
 
 
-def _without_nulls(value: Any, place: _Picture) -> Any:
+def _without_nulls(value: Any, place: _StoredImage) -> Any:
     """``value``, which is at ``place``, without nulls: Parquet gives all structs of a column the same fields."""
     match value:
         case {"bytes": bytes(), "path": path} if len(value) == 2:
@@ -352,14 +350,6 @@ def _row_spans(stream: BinaryIO) -> Iterator[list[Span]]:
         num_rows = metadata.row_group(group).num_rows
         for first in range(0, num_rows, _BLOCK_ROWS):
             yield [(group, row, 0) for row in range(first, min(num_rows, first + _BLOCK_ROWS))]
-
-
-def _group_sizes(path: str) -> list[int]:
-    """Uncompressed bytes of each row group."""
-    import pyarrow.parquet
-
-    metadata = pyarrow.parquet.read_metadata(path)
-    return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
 
 
 @lru_cache(maxsize=2)

@@ -26,11 +26,10 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class MediaRoots:
-    """The folders that may contain media.
+    """The folders that may contain media: ``directory`` and ``others``.
 
     A relative path is resolved in ``directory``, or if it does not exist there, in the working directory, as in
-    LLaMA-Factory.  An absolute path is used as it is.  Either must be below ``directory`` or one of ``others``; to use
-    images elsewhere, set ``media_roots`` in the data JSON.
+    LLaMA-Factory.
     """
 
     directory: str
@@ -47,7 +46,6 @@ class MediaRoots:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All folders, without duplicates."""
         return tuple(dict.fromkeys((self.directory, *self.others)))
 
     @cached_property
@@ -118,5 +116,4 @@ def _inline(address: str, kind: str) -> Inline:
 
 
 def _shown(path: str) -> str:
-    """``path`` for messages."""
     return repr(path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}...")

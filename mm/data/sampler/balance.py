@@ -1,15 +1,12 @@
-"""Distribute samples over microbatches, and microbatches over data-parallel ranks, so that each costs the same.
+"""Packs of samples within a budget, and their distribution over data-parallel ranks so that each costs the same.
 
 First greedily, the costliest first and each to the cheapest group; then by swaps between a costly and a cheap group
 that halve the difference between them.  Pure functions of integers: every rank gets the same result on any machine.
-
-Packing: whole samples combined into as few microbatches as a budget allows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 import numpy as np
 
@@ -25,11 +22,11 @@ class Budget:
 
 
 def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budget) -> list[list[int]]:
-    """Few, full packs: lists of sample numbers, counted from 0; each sample once.
+    """Few, full packs: lists of sample numbers, each once.  Best fit decreasing: the longest sample first, each into
+    the fullest pack with room.
 
-    Best fit decreasing: the longest sample first, each into the fullest pack with room.  With a budget of patches, a
-    sample's size is the larger of its shares of the two budgets, and a pack's room is the smaller.  Text-only samples
-    follow last; for them only tokens count.
+    With a budget of patches, a sample's size is the larger of its shares of the two budgets, and text-only samples
+    follow last.
     """
     packs = _Packs(budget.num_tokens)
     tokens, patches = num_tokens.astype(np.int64), num_patches.astype(np.int64)
@@ -45,10 +42,7 @@ def fullest_packs(num_tokens: np.ndarray, num_patches: np.ndarray, budget: Budge
 
 
 class _Packs:
-    """Packs, indexed by free room.
-
-    A bitmap of the amounts of room that exist finds the pack to use, so time grows with the number of samples, not with
-    the number of packs.
+    """Packs, indexed by free room: a bitmap of the amounts of room that exist finds the pack to use in constant time.
     """
 
     def __init__(self, size: int, members: Sequence[list[int]] = (), rooms: Sequence[int] = ()) -> None:
@@ -81,10 +75,9 @@ class _Packs:
 
 
 _NUM_ROUNDS = 10
-"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer, and take
-twice as long."""
+"""Rounds of swaps between packs.  Twice as many bring packs of two or three videos another 1% closer."""
 _NUM_RANK_ROUNDS = 40
-"""Limit of rounds between ranks.  Most steps need fewer than ten; one with a sample as costly as a rank needs more."""
+"""Limit of rounds between ranks.  Most steps need fewer than ten."""
 _NUM_PARTNERS = 4
 """Number of cheap packs or ranks in which a costly one looks for the best swap."""
 _MAX_WIDTH = 48
@@ -94,20 +87,6 @@ _CLOSE = 512
 
 Groups = list[list[int]]
 """Numbers, each in one group."""
-
-
-class HasSizes(Protocol):
-    """Gives the cost and size of each sample of a dataset."""
-
-    def __len__(self) -> int: ...
-
-    def all_costs(self) -> np.ndarray:
-        """int64 [num_samples]."""
-        ...
-
-    def of(self, numbers: np.ndarray) -> "Sizes":
-        """The sizes of these samples, in the given order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -132,8 +111,7 @@ class Sizes:
 def even_packs(sizes: Sizes, budget: Budget, num_ranks: int, unit: int = 1, wanted: int = 1) -> Groups:
     """Few packs of even cost: the smallest multiple of ``num_ranks`` x ``unit`` that fits, or one pack per sample.
 
-    Each rank gets at least ``wanted`` packs if there are enough samples.  There must be at least ``num_ranks`` x
-    ``unit`` samples, and a multiple of that if ``unit`` is not 1.
+    Each rank gets at least ``wanted`` packs if there are enough samples.
     """
     num_samples = len(sizes.costs)
     assert num_samples >= num_ranks * unit and (unit == 1 or num_samples % (num_ranks * unit) == 0)
@@ -238,40 +216,38 @@ def _exchanged(groups: Groups, sizes: Sizes, budget: Budget, may_move: bool) -> 
 
 
 class _SamplePlaces:
-    """Owners (packs, or ranks with several packs) that swap samples to even out their costs.
+    """Holders (packs, or ranks with several packs) that swap samples to even out their costs.
 
-    A table with a row per owner and a column per place, which holds a sample of a pack.  An exchange
-    swaps an entry of a costly row with one of a cheap row:
+    A table with a row per holder and a column per place, which has a sample of a pack.  An exchange swaps an entry of a
+    costly row with one of a cheap row:
 
-                 places               costs                                    costs
-        owner 0  [ 8   5   nobody ]  13     -- 8 for 5 -->  [ 5   5   nobody ]  10
-        owner 1  [ 5   2   nobody ]   7                     [ 8   2   nobody ]  10
+                  places               costs                                    costs
+        holder 0  [ 8   5   nobody ]  13     -- 8 for 5 -->  [ 5   5   nobody ]  10
+        holder 1  [ 5   2   nobody ]   7                     [ 8   2   nobody ]  10
 
-    It lowers the cost of the costlier owner by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
-    is 8 - 5, half of it, which is optimal: a larger change makes the other owner the costlier one.
-
-    Places do not move, so each pack keeps its number of samples, except that a sample can move into an empty place.
+    It lowers the cost of the costlier holder by ``min(change, gap - change)``.  Here the gap is 13 - 7 and the change
+    8 - 5, half of it, which is optimal.  Packs keep their number of samples, unless a sample moves to an empty place.
     """
 
-    def __init__(self, owned: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
-        """``owned`` has the packs of each owner.  Each owner gets ``num_empty`` empty places in its first pack."""
+    def __init__(self, held: Sequence[Groups], sizes: Sizes, budget: Budget, num_empty: int) -> None:
+        """``held`` has the packs of each holder.  Each holder gets ``num_empty`` empty places in its first pack."""
         bounded = [(sizes.num_tokens, budget.num_tokens), (sizes.num_patches, budget.num_patches)]
         bounded = [(values, most) for values, most in bounded if most is not None and values.any()]
         self._values = [np.append(values, 0) for values in (sizes.costs, *(values for values, _ in bounded))]
         self._budgets = [most for _, most in bounded]
         self._nobody = len(sizes.costs)
         self._largest = int(sizes.costs.max(initial=0))
-        self.packs: Groups = [list(pack) for packs in owned for pack in packs]
+        self.packs: Groups = [list(pack) for packs in held for pack in packs]
         samples = np.array([one for pack in self.packs for one in pack])
         packs = np.repeat(np.arange(len(self.packs)), [len(pack) for pack in self.packs])
-        counts = np.array([sum(map(len, packs)) for packs in owned])
+        counts = np.array([sum(map(len, packs)) for packs in held])
         starts = np.cumsum(counts) - counts
         stride = -(-counts // _MAX_WIDTH).repeat(counts)
         places = np.arange(len(samples)) - starts.repeat(counts)
         is_kept = places % stride == 0
-        rows, columns = np.arange(len(owned)).repeat(counts)[is_kept], (places // stride)[is_kept]
+        rows, columns = np.arange(len(held)).repeat(counts)[is_kept], (places // stride)[is_kept]
         width = int(columns.max()) + 1
-        shape = (len(owned), width + num_empty)
+        shape = (len(held), width + num_empty)
         self._samples = np.full(shape, self._nobody)
         self._packs = np.full(shape, len(self.packs))  # padding belongs to a pack that does not exist
         self._samples[rows, columns], self._packs[rows, columns] = samples[is_kept], packs[is_kept]
@@ -281,7 +257,7 @@ class _SamplePlaces:
         self._sums = [np.append(np.add.reduceat(values[samples], first), 0) for values in self._values[1:]]
 
     def exchange_all(self, num_rounds: int) -> None:
-        """Exchange until the owners' costs are nearly even, or no exchange helps."""
+        """Exchange until the holders' costs are nearly even, or no exchange helps."""
         before = self._samples.copy()
         for turn in range(num_rounds):
             mean = int(self._costs.sum()) // len(self._costs)
@@ -296,10 +272,10 @@ class _SamplePlaces:
                 self.packs[pack].append(new)
 
     def _exchange(self, turn: int) -> bool:
-        """One exchange for each of the costliest owners, with whichever of a few cheap ones lowers its cost most.
+        """One exchange for each of the costliest holders, with whichever of a few cheap ones lowers its cost most.
 
-        The costliest is paired with the cheapest, then the next with the next, shifted by ``turn`` so that an
-        owner that no exchange helps changes its partners.  Returns False if no exchange helped.
+        The costliest is paired with the cheapest, and so on, shifted by ``turn`` so that an holder that no exchange
+        helps changes its partners.  Returns False if no exchange helped.
         """
         order = np.argsort(self._costs, kind="stable")
         num_partners = min(_NUM_PARTNERS, len(order) - 1)
@@ -307,7 +283,7 @@ class _SamplePlaces:
         costly, cheap = order[::-1][:num_sets], order[: num_sets * num_partners]
         cheap = np.roll(cheap.reshape(num_partners, num_sets).T, turn, axis=0)
         width = self._samples.shape[1]
-        # Every place of a costly owner with every place of its partners: [num_sets, width, num_partners * width].
+        # Every place of a costly holder with every place of its partners: [num_sets, width, num_partners * width].
         given = self._samples[costly][:, :, None]
         taken, packs = (places[cheap].reshape(num_sets, 1, -1) for places in (self._samples, self._packs))
         change = self._values[0][given] - self._values[0][taken]
@@ -322,7 +298,7 @@ class _SamplePlaces:
         return len(helped) > 0
 
     def _swap(self, costly: np.ndarray, rows: np.ndarray, cheap: np.ndarray, columns: np.ndarray) -> None:
-        """Swap the places ``rows`` of the owners ``costly`` with ``columns`` of ``cheap``.  No owner occurs twice."""
+        """Swap the places ``rows`` of the holders ``costly`` with ``columns`` of ``cheap``.  No holder occurs twice."""
         samples, packs = self._samples, self._packs
         at_costly, at_cheap = (costly, rows), (cheap, columns)
         ends = [(costly, cheap)] + len(self._sums) * [(packs[at_costly], packs[at_cheap])]

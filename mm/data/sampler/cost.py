@@ -1,13 +1,7 @@
-"""The training cost of each sample as an integer: the basis for even distribution.
+"""The training cost of each sample, and the order of a step's microbatches in the pipeline that costs least.
 
-Integers, because every data-parallel rank plans a step by itself and all must agree: floating-point sums may differ in
-the last bit between types of processor.
-
-The order in which a step's microbatches enter the pipeline, chosen so that stages wait little.
-
-A step's gradient is a sum over its microbatches, so their order is free.  While one stage works on a long microbatch
-and its neighbour on a short one, the neighbour waits.  With lengths between 0.25 and 1.75 of the mean, in the order in
-which they are read, two stages wait for a fifth of their time.
+Costs are integers, because every data-parallel rank plans a step by itself and all must agree: floating-point sums may
+differ in the last bit between types of processor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,9 +27,9 @@ _COUNTS = ("num_tokens", "num_target_tokens", "num_patches", "num_causal_pairs",
 class SampleSizes:
     """The cost and size of each sample, computed on demand.
 
-    The cost is the FLOPs of training on it, ViT and LLM together, forward and backward, in units of a power of two
-    chosen so that the costliest sample has 40 bits; fractions of a unit are dropped.  A microbatch costs the sum of its
-    samples.  If the LLM is frozen and the ViT is not, text packed with images costs slightly more than this estimate.
+    The cost is the FLOPs of training on it, ViT and LLM together, in units of a power of two chosen so that the
+    costliest sample has 40 bits; fractions of a unit are dropped.  If the LLM is frozen and the ViT is not, text packed
+    with images costs slightly more.
     """
 
     def __init__(self, model: ModelConfig, lengths: HasLengths) -> None:
@@ -47,7 +41,7 @@ class SampleSizes:
 
     @cached_property
     def _rates(self) -> list[list[int]]:
-        return [_flops_of_one_each(self._model, [*_COUNTS], has_media) for has_media in (False, True)]
+        return [_flops_of_one_each(self._model, has_media) for has_media in (False, True)]
 
     @cached_property
     def _num_dropped_bits(self) -> int:
@@ -82,13 +76,13 @@ class SampleSizes:
         return np.where(lengths.num_media > 0, of_media, of_text)
 
 
-def _flops_of_one_each(model: ModelConfig, names: list[str], has_media: bool) -> list[int]:
-    """For each count in ``names``: the FLOPs of a step where it is 1 and all others are 0.  FLOPs are linear in counts.
+def _flops_of_one_each(model: ModelConfig, has_media: bool) -> list[int]:
+    """For each of ``_COUNTS``: the FLOPs of a step where it is 1 and all others are 0.  FLOPs are linear in counts.
 
-    Whether there are images is not a count: it decides how far back gradients flow.
+    Whether there are images decides how far back gradients flow.
     """
     counts = dict.fromkeys((field.name for field in fields(BatchTotals)), 0) | {"num_images": int(has_media)}
-    steps = slot_flops(model, [BatchTotals(**counts | {name: 1}) for name in names])
+    steps = slot_flops(model, [BatchTotals(**counts | {name: 1}) for name in _COUNTS])
     return [round(sum(slot.forward + slot.backward for slot in slots)) for slots in steps]
 
 
@@ -109,9 +103,8 @@ def pipeline_order(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list
 def pipeline_orders(costs: np.ndarray, num_stages: int) -> np.ndarray:
     """The order of the microbatches in each of many pipelines, as numbers: int64 [num_microbatches, num_pipelines].
 
-    ``costs`` is as ``mm.parallel.order.step_costs`` takes it.  Neighbours should be similar, and short ones belong
-    at both ends, where the pipeline fills and drains.  Similarity is judged by total cost and by the cost of the
-    busiest stage, where microbatches differ in their images.
+    ``costs`` is as ``mm.parallel.order.step_costs`` takes it.  Neighbours should be similar, by total cost or that of
+    the busiest stage, and short ones belong at both ends, where the pipeline fills and drains.
     """
     _, num_microbatches, _, num_pipelines = costs.shape
     of_stages = costs.sum(axis=0).reshape(num_microbatches, -1, num_stages, num_pipelines).sum(axis=1)

@@ -1,20 +1,15 @@
-"""The order of samples that a run's settings select: which sampler, and whether microbatches are packs.
+"""Which samples are used, in which order, and which data-parallel rank trains on which in each step.
 
-``SAMPLERS`` lists them all, for runs, ``mm-data check`` and the benchmark.  The global batch of a step contains the
-same samples under every layout, and with BalancedBatchSampler and packing the same as with a plain shuffle: only their
-distribution over the ranks differs.
-
-Samples of similar cost side by side: the two modes of MindSpeed-MM's BucketBatchSampler.
-
-As in MindSpeed-MM, data-parallel ranks compute similar amounts at the same time.  Differences: cost covers the whole
-sample and not only its images, nothing is dropped, the seed has an effect, and every rank computes the order itself
-instead of receiving it.
+Everything is a pure function of counts, costs and the seed, so every rank and every start gets the same result.  The
+stream of samples never depends on the layout, so a run continues from its count of consumed samples under another one.
+The samplers differ in the distribution of a global batch over the ranks, and BucketBatchSampler in the stream: as in
+MindSpeed-MM, ranks compute similar amounts at the same time, but cost covers the whole sample and not only its images,
+nothing is dropped, and the seed has an effect.
 """
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +19,6 @@ from mm.data.sample import HasLengths
 from mm.data.sampler.balance import (
     Budget,
     Groups,
-    HasSizes,
     Sizes,
     dealt,
     even_groups,
@@ -33,7 +27,139 @@ from mm.data.sampler.balance import (
     spread,
 )
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import Deal, SampleOrder, StepSamples, Stream, generator, in_turn, shuffled
+
+StepSamples = list[list[int]]
+"""The sample numbers in each microbatch of one rank."""
+HasSizes = SampleSizes | Sizes
+Deal = Callable[[np.ndarray], list[StepSamples]]
+"""Maps the samples of a global batch to what each rank takes; each sample once.  The same on every rank."""
+
+
+class Stream:
+    """Endless epochs; each contains every sample once.
+
+    Keeps the order of one epoch in memory: 0.4 GB for 100 million samples.
+    """
+
+    def __init__(self, num_samples: int, of_epoch: Callable[[int], np.ndarray] | None) -> None:
+        """``of_epoch`` gives the order of samples in an epoch, as a pure function of the epoch's number; None: the
+        samples in ascending order."""
+        self._num_samples, self._of_epoch = num_samples, of_epoch
+        self._epoch, self._order = -1, np.empty(0, dtype=np.uint32)
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """int64 [count]: the samples at ``count`` positions, starting at ``first``."""
+        pieces, last = [np.empty(0, dtype=np.int64)], first + count
+        while first < last:
+            epoch, place = divmod(first, self._num_samples)
+            end = min(self._num_samples, place + last - first)
+            pieces.append(self._piece(epoch, place, end))
+            first += end - place
+        return np.concatenate(pieces)
+
+    def _piece(self, epoch: int, place: int, end: int) -> np.ndarray:
+        """A copy, so that the order of one epoch is freed before the next is computed."""
+        if self._of_epoch is None:
+            return np.arange(place, end)
+        if epoch != self._epoch:
+            self._order = np.empty(0, dtype=np.uint32)
+            self._order, self._epoch = self._of_epoch(epoch), epoch
+        return self._order[place:end].astype(np.int64)
+
+
+def shuffled(num_samples: int, seed: int, shuffle: bool = True) -> Stream:
+    """Each epoch in a new random order, or in file order without ``shuffle``."""
+    def of_epoch(epoch: int) -> np.ndarray:
+        return permutation(generator(seed, epoch), num_samples)
+
+    return Stream(num_samples, of_epoch if shuffle else None)
+
+
+def permutation(random: np.random.Generator, count: int) -> np.ndarray:
+    """numpy's ``random.permutation(count)`` in half the memory: the random draws do not depend on the dtype."""
+    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)
+    random.shuffle(numbers)
+    return numbers
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """The random generator of an epoch; SeedSequence mixes the two numbers."""
+    return np.random.default_rng(np.random.SeedSequence([seed, epoch]))
+
+
+def in_turn(samples: np.ndarray, micro_batch_size: int, dp_size: int) -> list[StepSamples]:
+    """Microbatch m of rank d takes ``micro_batch_size`` samples from ``(m * dp_size + d) * micro_batch_size`` on."""
+    of_all = samples.reshape(-1, dp_size, micro_batch_size)
+    return [of_all[:, rank].tolist() for rank in range(dp_size)]
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The samples of one data-parallel rank in every step."""
+
+    stream: Stream
+    deal: Deal
+    global_batch_size: int
+    """Samples per step, over all ranks."""
+    dp_rank: int
+    consumed_samples: int = 0
+    """Samples already trained on, over all ranks: where the stream continues."""
+
+    def of_ranks(self, number: int) -> list[StepSamples]:
+        """What each rank takes, ``number`` optimizer steps after ``consumed_samples``."""
+        first = self.consumed_samples + number * self.global_batch_size
+        return self.deal(self.stream.samples(first, self.global_batch_size))
+
+    def step(self, number: int) -> StepSamples:
+        """The same for this rank."""
+        return self.of_ranks(number)[self.dp_rank]
+
+
+_BATCH_SAMPLES = 1 << 20
+
+
+def chosen(num_samples: int, rate_percent: float, wanted: int | None, seed: int, content: str) -> np.ndarray:
+    """The numbers of the samples that are used of the file with the checksum ``content``.
+
+    ``wanted`` replaces the dataset's size, and ``rate_percent`` percent of it are used.  Each full 100% takes every
+    sample once; the rest is drawn without replacement, in dataset order.
+    """
+    whole, rest = divmod(num_chosen(num_samples, rate_percent, wanted), max(num_samples, 1))
+    drawn = permutation(_random(seed, content), num_samples)[:rest]
+    return np.concatenate([np.tile(np.arange(num_samples, dtype=drawn.dtype), whole), np.sort(drawn)])
+
+
+def num_chosen(num_samples: int, rate_percent: float, wanted: int | None) -> int:
+    """How many samples ``chosen`` takes."""
+    return round((num_samples if wanted is None else wanted) * rate_percent / 100) if num_samples else 0
+
+
+def split_off(samples: np.ndarray, rate: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split ``samples`` into training and validation.  ``rate`` of the distinct samples go to validation, each once.
+
+    A sample that occurs several times is entirely on one side.
+    """
+    is_trained = np.zeros(int(samples.max(initial=0)) + 1, dtype=bool)
+    for some in _batches(samples):
+        is_trained[some] = True
+    different = np.concatenate([np.flatnonzero(some).astype(samples.dtype) + samples.dtype.type(number * _BATCH_SAMPLES)
+                                for number, some in enumerate(_batches(is_trained))])
+    num_kept = round(len(different) * rate)
+    _random(seed, "validation").shuffle(different)  # same draws as ``permutation``, without a copy
+    kept = np.sort(different[:num_kept])
+    del different
+    is_trained[kept] = False
+    return np.concatenate([some[is_trained[some]] for some in _batches(samples)]), kept
+
+
+def _batches(values: np.ndarray) -> list[np.ndarray]:
+    """Views, so that only some indices at a time are widened to 64 bits."""
+    return [values[first : first + _BATCH_SAMPLES] for first in range(0, max(len(values), 1), _BATCH_SAMPLES)]
+
+
+def _random(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(name.encode())]))
+
 
 NUM_BUCKETS = 16
 """Buckets have the same number of samples.  MindSpeed-MM has 7, by patches, for images of 262,144 pixels."""
@@ -73,22 +199,9 @@ def bucket_stream(costs: np.ndarray, seed: int, shuffle: bool) -> Stream:
     return Stream(num_samples, of_epoch)
 
 
-def sorted_in_turn(samples: np.ndarray, sizes: HasSizes, micro_batch_size: int, dp_size: int) -> list[StepSamples]:
-    """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
-
-    Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.
-    """
-    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")].reshape(-1, dp_size, micro_batch_size)
-    ordered[1::2] = ordered[1::2, ::-1].copy()
-    return in_turn(ordered.reshape(-1), micro_batch_size, dp_size)
-
-
 PACKS_OF_STAGE = 4
-"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.
-
-A pipeline of p stages idles for (p - 1) / (m + p - 1) of its time with m equal microbatches: at most a fifth with four
-per stage.  Twice as many would save up to another tenth, but halve the tokens in each.
-"""
+"""Packs of even cost that each rank gets per pipeline stage, if there are enough samples.  With four, a pipeline idles
+for at most a fifth of its time; twice as many would save up to another tenth, but halve the tokens in each."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +220,11 @@ class BatchShares:
     """Number of pipeline stages."""
 
 
-class DealBySizes(Protocol):
-    """Maps the samples of a global batch to what each rank takes."""
-
-    def __call__(self, samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]: ...
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Orders all samples, and distributes those of a global batch over the ranks."""
 
-    deal: DealBySizes
+    deal: Callable[[np.ndarray, HasSizes, BatchShares], list[StepSamples]]
     has_buckets: bool = False
     """Whether samples of similar cost follow one another; otherwise they are shuffled, or in file order."""
 
@@ -125,7 +232,7 @@ class Sampler:
         """The stream of all samples, and the function that distributes a global batch of it."""
         stream = bucket_stream(sizes.all_costs(), seed, shuffle) if self.has_buckets else (
             shuffled(len(sizes), seed, shuffle))
-        return stream, partial(self.deal, sizes=sizes, shares=shares)
+        return stream, lambda samples: self.deal(samples, sizes, shares)
 
 
 def sampler_name(data: DataConfig) -> str:
@@ -144,8 +251,7 @@ def order_description(run: Run) -> str:
 def order_of(
     run: Run, lengths: HasLengths, dp_rank: int, consumed_samples: int, sizes: SampleSizes | None = None
 ) -> SampleOrder:
-    """What replica ``dp_rank`` trains on.  ``lengths`` covers all samples; ``sizes`` are theirs, computed here if
-    absent."""
+    """What replica ``dp_rank`` trains on; ``sizes``, if given, are those of ``lengths``."""
     data, args = run.data, run.args
     shares = BatchShares(run.dp_size, budget_of(run), args.micro_batch_size, run.microbatch_unit, run.num_stages)
     sizes = sizes or SampleSizes(run.model, lengths)
@@ -154,7 +260,6 @@ def order_of(
 
 
 def budget_of(run: Run) -> Budget:
-    """The limits of one pack in ``run``."""
     return Budget(run.args.seq_length * run.args.micro_batch_size, run.data.packing_max_patches)
 
 
@@ -164,8 +269,14 @@ def plain(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[Ste
 
 
 def reordered(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
-    """Deal in turn, in order of cost."""
-    return sorted_in_turn(samples, sizes, shares.micro_batch_size, shares.dp_size)
+    """``data_reordering_img``: deal the samples of a global batch by ascending cost, so costly microbatches coincide.
+
+    Every second round runs backwards through the ranks; otherwise the last rank would always get the costliest.
+    """
+    ordered = samples[np.argsort(sizes.of(samples).costs, kind="stable")]
+    rounds = ordered.reshape(-1, shares.dp_size, shares.micro_batch_size)
+    rounds[1::2] = rounds[1::2, ::-1].copy()
+    return plain(rounds.reshape(-1), sizes, shares)
 
 
 def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
@@ -181,8 +292,8 @@ def packed(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[St
 def packed_evenly(samples: np.ndarray, sizes: HasSizes, shares: BatchShares) -> list[StepSamples]:
     """Packs of even cost; all ranks cost the same.
 
-    As few packs per rank as the budget allows, but enough for the stages of the pipeline: nothing is padded, so a
-    half-full pack costs half, while a pipeline without enough microbatches idles.
+    As few packs per rank as the budget allows, but enough for the stages of the pipeline: a half-full pack costs half,
+    while a pipeline without enough microbatches idles.
     """
     own, wanted = sizes.of(samples), PACKS_OF_STAGE * shares.num_stages if shares.num_stages > 1 else 1
     packs = even_packs(own, shares.budget, shares.dp_size, shares.unit, wanted)

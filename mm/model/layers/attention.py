@@ -1,6 +1,5 @@
-"""What attention reads besides the rows of its layer: positions, segments, other ranks' rows and earlier tokens.
-
-Cache of keys and values of earlier tokens, so that a new token costs only one row.
+"""What attention reads besides the rows of its layer: positions, segments, other ranks' rows, and earlier tokens, whose
+keys and values are cached so that a new token costs only one row.
 
 A pass processes either whole sequences, as packed segments with the trainer's attention, or one new token of each
 sequence, which attends to everything in its sequence.
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mm.device.attention import Kernel, Segments
-from mm.model.layers.dropout import NO_KEYS, RowKeys
+from mm.model.layers.lora_linear import NO_KEYS, RowKeys
 from mm.model.parallel.ring import Ring, Ulysses
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
 
 _ROOM_TOKENS = 256
 """Spare rows of a sequence when it grows, because growing copies all rows."""
@@ -36,7 +35,7 @@ class Places:
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int], device: torch.device) -> "Places":
-        """Whole sequences, one after another; the tokens of each have the numbers 0, 1, and so on."""
+        """Whole sequences, one after another."""
         counts = torch.tensor(lengths)
         sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         numbers = torch.cat([torch.arange(length) for length in lengths])
@@ -72,8 +71,8 @@ class LayerCache:
 def attend_to_kept(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     """Attention of one query for each sequence to the first ``lengths`` of its keys: [sequences, heads, head_dim].
 
-    Plain operations suffice on every device: with one query per sequence the cost is reading the keys from memory, not
-    the products.  The softmax is in fp32, as in the fused kernels.
+    Plain operations suffice: with one query per sequence the cost is reading the keys from memory, not the products.
+    The softmax is in fp32, as in the fused kernels.
     """
     num_sequences, num_heads, head_dim = q.shape
     num_groups, longest = keys.shape[1:3]
@@ -128,8 +127,8 @@ class AttentionInputs:
     sin: Tensor
     segments: Segments
     causal: bool
-    cut: CutRows | None = None
-    """Under sequence parallelism, a layer's input and output are pieces of the rows; its attention sees all rows, in
+    sharded: ShardedRows | None = None
+    """Under sequence parallelism, a layer's input and output are shards of the rows; its attention sees all rows, in
     the order of ``segments``.  None: each rank has all rows, in that order."""
     across: Ulysses | Ring | LayerCache | None = None
     """How attention sees tokens beyond this rank's rows: other ranks' under context parallelism (``segments`` then
@@ -137,4 +136,3 @@ class AttentionInputs:
     caches: Mapping[str, LayerCache] | None = None
     """Each layer's keys and values, by its global number, during generation."""
     keys: RowKeys = NO_KEYS
-    """Keys of the rows, for the adapters' dropout."""

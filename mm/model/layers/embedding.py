@@ -1,7 +1,7 @@
 """The word embedding, with the projector's visual tokens inserted in their places, wherever they were made."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,8 @@ from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.vocabulary import VocabularyEmbedding
 from mm.model.parallel.ring import Exchange
 from mm.model.parallel.rows import Permutation, replace_rows
-from mm.model.parallel.sharded_rows import CutRows, gather_rows
-from mm.parallel.context import Context, Share
-from mm.parallel.row_shards import Pieces, piece_of
+from mm.model.parallel.sharded_rows import ShardedRows, gather_rows
+from mm.parallel.context import Context, RowShards, Share, row_shard
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,20 @@ class EmbeddingInputs:
     """int64 [num_tokens].  Visual tokens, which are overwritten, have spread-out ids: if thousands of gradients, even
     zeros, were added to one row, the additions would be serialised."""
     visual: "VisualRows | None"
-    """None without images."""
-    cut: CutRows | None = None
-    """See ``AttentionInputs.cut``."""
+    sharded: ShardedRows | None = None
+    """See ``AttentionInputs.sharded``."""
 
 
 def embedding_inputs(
     microbatch: Microbatch, visual_token_ids: tuple[int, int], device: Device, context: Context,
-    tp_group: dist.ProcessGroup, cut_group: dist.ProcessGroup | None = None, share: Share | None = None,
+    tp_group: dist.ProcessGroup, shard_group: dist.ProcessGroup | None = None, share: Share | None = None,
     visual_gradients: bool = False,
 ) -> EmbeddingInputs:
     """Plan where the visual tokens go, and copy the token ids to the device.
 
     ``visual_token_ids``: placeholders for the visual tokens of images and of videos, which are in one common order.
-    ``cut_group``: the ranks over which this rank's rows are cut.  ``share``: ``context.share(microbatch)``, None if
-    this rank has all rows.  ``visual_gradients``: whether visual tokens need gradients.
+    ``shard_group``: the ranks over which this rank's rows are sharded.  ``share``: ``context.share(microbatch)``, None
+    if this rank has all rows.  ``visual_gradients``: whether visual tokens need gradients.
     """
     is_visual = torch.isin(microbatch.token_ids, torch.tensor(visual_token_ids))
     spread = torch.arange(microbatch.num_tokens).remainder(min(visual_token_ids))
@@ -50,16 +48,18 @@ def embedding_inputs(
     token_ids = torch.where(is_visual, spread, microbatch.token_ids) if microbatch.image_grids else microbatch.token_ids
     rows = [torch.arange(microbatch.num_tokens)] if share is None else share.rows
     token_ids = token_ids[rows[context.rank]]
-    cut = None if cut_group is None else CutRows(Pieces(len(token_ids), cut_group))
+    sharded = None if shard_group is None else ShardedRows(RowShards(len(token_ids), shard_group))
     if not microbatch.image_grids:
-        return EmbeddingInputs(device.copy(token_ids), None, cut)
+        return EmbeddingInputs(device.copy(token_ids), None, sharded)
     places = is_visual.nonzero().squeeze(1)
-    visual = plan_visual_rows(microbatch, places, rows, context, cut, tp_group, visual_gradients)
-    return EmbeddingInputs(device.copy(token_ids), visual.to_device(device.copy), cut)
+    visual = plan_visual_rows(microbatch, places, rows, context, sharded, tp_group, visual_gradients)
+    exchange = None if visual.exchange is None else visual.exchange.to_device(device.copy)
+    visual = replace(visual, index=device.copy(visual.index), exchange=exchange)
+    return EmbeddingInputs(device.copy(token_ids), visual, sharded)
 
 
 class WordEmbedding(nn.Module):
-    """Token ids to hidden states, cut over the vocabulary, with the visual tokens inserted in their places."""
+    """Token ids to hidden states, sharded over the vocabulary, with the visual tokens inserted in their places."""
 
     def __init__(self, config: LanguageConfig, context: LayerContext) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class WordEmbedding(nn.Module):
 
     def forward(self, inputs: EmbeddingInputs, visual_tokens: Tensor | None) -> Tensor:
         """``visual_tokens``: as ``VisualRows.collect`` returns them; None if the microbatch has none."""
-        x = self.word_embeddings(inputs.token_ids, inputs.cut)
+        x = self.word_embeddings(inputs.token_ids, inputs.sharded)
         if inputs.visual is None:
             return x
         assert visual_tokens is not None and visual_tokens.shape[0] == inputs.visual.index.shape[0]
@@ -87,38 +87,32 @@ class VisualRows:
     """Moves them from the ranks that made them to those that hold their rows."""
     needs_gradient: bool = False
     """Whether the exchange has a backward pass, which a rank that made no visual tokens must join too."""
-    cut: CutRows | None = None
-    """Sequence-parallel cut of the visual tokens made here; None if they are not cut, or none were made."""
+    sharded: ShardedRows | None = None
+    """How sequence parallelism shards the visual tokens made here; None if they are not sharded, or none were made."""
     here: slice | None = None
-    """The visual tokens whose rows are in this rank's piece."""
-    spread: CutRows | None = None
-    """With whole encoders, where tensor-parallel ranks hold the same rows: the exchange gives each an even piece of the
+    spread: ShardedRows | None = None
+    """With whole encoders, where tensor-parallel ranks hold the same rows: the exchange gives each an even shard of the
     visual tokens, and then all gather them.  So no rank sends its tokens more than twice, even if it made them all."""
 
     def collect(self, visual_tokens: Tensor) -> Tensor:
         """The visual tokens whose rows are here, from those made here, which may be none: [0, hidden]."""
-        if self.cut is not None:
-            visual_tokens = gather_rows(visual_tokens, self.cut, sums_gradients=True)
+        if self.sharded is not None:
+            visual_tokens = gather_rows(visual_tokens, self.sharded, sums_gradients=True)
         if self.exchange is not None:
             visual_tokens = self.exchange(visual_tokens)
         if self.spread is not None:
-            # Each of these ranks has the whole gradient of all visual tokens, and returns only that of its piece.
+            # Each of these ranks has the whole gradient of all visual tokens, and returns only that of its shard.
             visual_tokens = gather_rows(visual_tokens, self.spread, sums_gradients=False)
         return visual_tokens if self.here is None else visual_tokens[self.here]
 
-    def to_device(self, copy: Callable[[Tensor], Tensor]) -> "VisualRows":
-        """The same on the device; ``copy`` copies a host tensor there (``Device.copy``)."""
-        exchange = None if self.exchange is None else self.exchange.to_device(copy)
-        return replace(self, index=copy(self.index), exchange=exchange)
-
 
 def plan_visual_rows(
-    microbatch: Microbatch, places: Tensor, rows: Sequence[Tensor], context: Context, cut: CutRows | None,
+    microbatch: Microbatch, places: Tensor, rows: Sequence[Tensor], context: Context, sharded: ShardedRows | None,
     tp_group: dist.ProcessGroup, needs_gradient: bool,
 ) -> VisualRows:
     """Plan where the visual tokens at rows ``places`` of the packed microbatch go; on the host.
 
-    ``rows``: those of each context-parallel rank.  ``cut``: how sequence parallelism cuts this rank's rows, None
+    ``rows``: those of each context-parallel rank.  ``sharded``: how sequence parallelism shards this rank's rows, None
     without it.
     """
     rank = context.rank
@@ -126,20 +120,21 @@ def plan_visual_rows(
     made_by = _makers(microbatch, len(places)) if context.num_encoders > 1 else torch.zeros_like(places)
     own = index[held_by == rank]
     if context.encoders_per_share > 1:
-        wanted_by = _tensor_rank_of(held_by, index, rows, cut is not None, tp_group.size()) + tp_group.size() * held_by
+        tensor_ranks = _tensor_rank_of(held_by, index, rows, sharded is not None, tp_group.size())
+        wanted_by = tensor_ranks + tp_group.size() * held_by
         exchange = _exchange(made_by, wanted_by, context.encoders)
-        if cut is not None:
-            in_piece = index[wanted_by == context.encoders.rank()] - cut.pieces.here.start
+        if sharded is not None:
+            in_piece = index[wanted_by == context.encoders.rank()] - sharded.shards.here.start
             return VisualRows(in_piece, exchange, needs_gradient)
-        spread = CutRows(Pieces(len(own), tp_group)) if len(own) else None
+        spread = ShardedRows(RowShards(len(own), tp_group)) if len(own) else None
         return VisualRows(own, exchange, needs_gradient, spread=spread)
     exchange = _exchange(made_by, held_by, context.group) if context.size > 1 else None
-    if cut is None:
+    if sharded is None:
         return VisualRows(own, exchange, needs_gradient)
-    piece, num_made = cut.pieces.here, int((made_by == rank).sum())
-    first, stop = (int((own < end).sum()) for end in (piece.start, piece.stop))
-    made = CutRows(Pieces(num_made, cut.pieces.group)) if num_made else None
-    return VisualRows(own[first:stop] - piece.start, exchange, needs_gradient, made, slice(first, stop))
+    shard, num_made = sharded.shards.here, int((made_by == rank).sum())
+    first, stop = (int((own < end).sum()) for end in (shard.start, shard.stop))
+    made = ShardedRows(RowShards(num_made, sharded.shards.group)) if num_made else None
+    return VisualRows(own[first:stop] - shard.start, exchange, needs_gradient, made, slice(first, stop))
 
 
 def _held(places: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -159,19 +154,19 @@ def _makers(microbatch: Microbatch, num_visual_tokens: int) -> Tensor:
 
 
 def _tensor_rank_of(
-    held_by: Tensor, index: Tensor, rows: Sequence[Tensor], cuts_rows: bool, num_ranks: int
+    held_by: Tensor, index: Tensor, rows: Sequence[Tensor], shards_rows: bool, num_ranks: int
 ) -> Tensor:
     """int64: the tensor-parallel rank to which the exchange brings each visual token.
 
-    That is the rank whose piece has its row (``cuts_rows``), or its piece of an even division of the visual tokens of
+    That is the rank whose shard has its row (``shards_rows``), or its shard of an even division of the visual tokens of
     the same context-parallel rank (``VisualRows.spread``).
     """
     found = torch.empty_like(held_by)
     for rank, own in enumerate(rows):
         is_held = held_by == rank
-        number = index[is_held] if cuts_rows else torch.arange(int(is_held.sum()))
-        piece = piece_of(len(own) if cuts_rows else len(number), 1, 0, num_ranks).stop
-        found[is_held] = number // max(piece, 1)
+        number = index[is_held] if shards_rows else torch.arange(int(is_held.sum()))
+        shard = row_shard(len(own) if shards_rows else len(number), 1, 0, num_ranks).stop
+        found[is_held] = number // max(shard, 1)
     return found
 
 

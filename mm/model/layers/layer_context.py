@@ -48,13 +48,13 @@ class LayerContext:
         return replace(self, parallel=settings, tp_group=one_rank)
 
     def column(self, input_size: int, output_size: int, bias: bool) -> ColumnLinear:
-        """A linear layer whose outputs are cut over tensor parallelism."""
+        """A linear layer whose outputs are sharded over tensor parallelism."""
         return ColumnLinear(
             input_size, output_size, self.device.kernels.accumulate, config=self.parallel, init_method=never_initialize,
             bias=bias, gather_output=False, tp_group=self.tp_group)
 
     def row(self, input_size: int, output_size: int, bias: bool) -> RowLinear:
-        """A linear layer whose inputs are cut over tensor parallelism; its output is whole on every rank."""
+        """A linear layer whose inputs are sharded over tensor parallelism; its output is whole on every rank."""
         return RowLinear(
             input_size, output_size, self.device.kernels.accumulate, config=self.parallel, init_method=never_initialize,
             bias=bias, input_is_parallel=True, skip_bias_add=False, tp_group=self.tp_group)

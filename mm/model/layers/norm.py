@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mm.device.kernels import AddNormLeaves, Kernels
+from mm.device.kernels import AddNormKernels, Kernels
 from mm.device.pointwise import biased
 from mm.model.parallel.rows import Permutation
 from mm.parallel.zero.gradient_buffers import gradient_buffer, gradient_from
@@ -31,7 +31,6 @@ class Residual(NamedTuple):
         return total if self.order is None else self.order(total)
 
     def ordered(self, order: Permutation) -> "Residual":
-        """The same rows in another order."""
         return self._replace(order=order) if self.order is None else Residual(self.total(), order=order)
 
 
@@ -39,7 +38,6 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm with statistics in fp32."""
 
     def __init__(self, weight: nn.Parameter, epsilon: float, kernels: Kernels) -> None:
-        """``weight``: [hidden]."""
         super().__init__()
         self.weight, self.epsilon = weight, epsilon
         self.kernel, self.fused = kernels.rms_norm, kernels.add_norm
@@ -69,7 +67,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, bias: Tensor | None, weight: Tensor, next_bias: Tensor | None,
-        epsilon: float, fused: AddNormLeaves, order: Permutation | None,
+        epsilon: float, fused: AddNormKernels, order: Permutation | None,
     ) -> tuple[Tensor, Tensor]:
         total, normed, factors = fused.forward(
             x, added, None if bias is None else bias[None], weight[None], epsilon,

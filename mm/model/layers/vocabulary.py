@@ -1,4 +1,4 @@
-"""The two layers that are cut over the vocabulary: the word embedding, and the output layer with its cross entropy.
+"""The two layers that are sharded over the vocabulary: the word embedding, and the output layer with its cross entropy.
 
 Neither makes a gradient of its weight's shape, and nothing here waits for the device, as masks would: ids of other
 ranks' rows are mapped to rows of this rank, and their results multiplied by 0.
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import VocabParallelEmbedding, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from mm.config.model import LanguageConfig
 from mm.device.kernels import EAGER_LOGITS, Accumulate, LogitKernels
 from mm.model.layers.layer_context import LayerContext, never_initialize
+from mm.model.layers.linear import sum_over_ranks
 from mm.model.layers.loss import MAX_LOGIT_ROWS, LossInputs, max_logit_rows
-from mm.model.parallel.sharded_rows import CutRows, reduce_rows
+from mm.model.parallel.sharded_rows import ShardedRows
 from mm.parallel.zero.gradient_buffers import gradient_buffer, gradient_from, take_buffer
 
 
@@ -61,15 +62,13 @@ class VocabularyEmbedding(VocabParallelEmbedding):
             config.vocab_size, config.hidden_size, init_method=never_initialize, config=context.parallel,
             tp_group=context.tp_group)
 
-    def forward(self, token_ids: Tensor, cut: CutRows | None = None) -> Tensor:
-        """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank, or a piece of ``cut``."""
+    def forward(self, token_ids: Tensor, sharded: ShardedRows | None = None) -> Tensor:
+        """int64 [num_tokens] -> [num_tokens, hidden], whole on every rank, or a shard of ``sharded``."""
         if self.tp_group.size() == 1:
             return _Lookup.apply(self.weight, token_ids, None)
         rows, is_here = rows_here(token_ids, self.vocab_start_index, self.num_embeddings_per_partition)
         found = _Lookup.apply(self.weight, rows, is_here)
-        if cut is not None:
-            return reduce_rows(found, cut)
-        return reduce_from_tensor_model_parallel_region(found, self.tp_group)
+        return sum_over_ranks(found, self.tp_group, sharded)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
@@ -156,7 +155,7 @@ def _over_ranks(
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to the loss of their logits; the vocabulary is cut over tensor parallelism."""
+    """Hidden states to the loss of their logits; the vocabulary is sharded over tensor parallelism."""
 
     def __init__(self, config: LanguageConfig, context: LayerContext, has_weight: bool) -> None:
         """Without a weight of its own (tied embeddings), each call must pass one."""

@@ -1,12 +1,5 @@
-"""Ring attention (arXiv:2310.01889): causal attention over tokens divided among context-parallel ranks.
-
-Each rank attends with its own queries to the keys that pass by, and combines the partial results by their log-sum-exp.
-Tokens are divided in the zigzag of ``mm.parallel.context``: every rank has equal work at every step, and only its own
-keys need a mask.
-
-Rows and heads that context-parallel ranks exchange, as autograd sees it.
-
-``mm.parallel.context`` decides which rank holds which rows.
+"""Context parallelism inside a layer, as autograd sees it: exchanges of rows and heads, and ring attention
+(arXiv:2310.01889).  ``mm.parallel.context`` decides which rank holds which rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +25,7 @@ class Exchange:
     send: Permutation
     """Puts the rows here in the order of their target ranks."""
     sent: tuple[int, ...]
-    """Rows for each rank."""
     received: tuple[int, ...]
-    """Rows from each rank."""
     receive: Permutation
     """Puts the received rows, which are in rank order, in the order needed here."""
 
@@ -42,7 +33,7 @@ class Exchange:
         return Exchange(self.group, self.receive.reversed(), self.received, self.sent, self.send.reversed())
 
     def to_device(self, copy: Callable[[Tensor], Tensor]) -> "Exchange":
-        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        """``copy``: ``Device.copy``."""
         return replace(self, send=self.send.to_device(copy), receive=self.receive.to_device(copy))
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -149,7 +140,12 @@ def _index(ranges: Sequence[range], num_rows: int, copy: Callable[[Tensor], Tens
 
 @dataclass(frozen=True)
 class Ring:
-    """The steps of one rank for one microbatch: first its own keys, then the previous rank's, and so on."""
+    """Causal attention of one rank for one microbatch, by tokens divided in the zigzag of ``mm.parallel.context``.
+
+    The rank attends with its own queries to the keys that pass by, first its own, then the previous rank's, and so on,
+    and combines the partial results by their log-sum-exp.  Every rank has equal work at every step, and only its own
+    keys need a mask.
+    """
 
     group: dist.ProcessGroup
     num_rows: tuple[int, ...]
@@ -162,7 +158,7 @@ class Ring:
         cls, segment_lengths: Sequence[int], num_rows: tuple[int, ...], group: dist.ProcessGroup,
         partial: PartialAttention, copy: Callable[[Tensor], Tensor],
     ) -> "Ring":
-        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        """``copy``: ``Device.copy``."""
         rank, size = group.rank(), group.size()
         key_ranks = [(rank - number) % size for number in range(size)]
         steps = tuple(RingStep.of(segment_lengths, rank, key_rank, size, copy) for key_rank in key_ranks)
@@ -174,7 +170,6 @@ class Ring:
         return _RingAttention.apply(q, k, v, self)
 
     def rows_at(self, number: int) -> int:
-        """Number of keys that this rank has at step ``number``."""
         return self.num_rows[(self.group.rank() - number) % len(self.num_rows)]
 
 

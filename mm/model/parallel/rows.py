@@ -31,7 +31,7 @@ class Permutation:
         return Permutation(self.inverse, self.index)
 
     def to_device(self, copy: Callable[[Tensor], Tensor]) -> "Permutation":
-        """``copy`` takes a host tensor to the device (``Device.copy``)."""
+        """``copy``: ``Device.copy``."""
         return Permutation(copy(self.index), copy(self.inverse))
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Sequence parallelism in the model: gather rows from the tensor-parallel ranks' pieces, and reduce-scatter them back.
+"""Sequence parallelism in a layer: gather the rows that tensor-parallel ranks hold shards of, and reduce-scatter them.
 
-Between two linear layers each rank holds a piece; their products need all rows.  ``mm.parallel.row_shards`` cuts them.
+Between two linear layers each rank holds a shard (``mm.parallel.context.RowShards``); their products need all rows.
 """
 
 from collections.abc import Callable
@@ -12,30 +12,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm.model.parallel.rows import Permutation
-from mm.parallel.row_shards import Pieces
+from mm.parallel.context import RowShards
 
 
 @dataclass(frozen=True, eq=False)
-class CutRows:
-    """Rows of which each tensor-parallel rank holds a piece, and the order in which a layer needs all of them."""
+class ShardedRows:
+    """Rows of which each tensor-parallel rank holds a shard, and the order in which a layer needs all of them."""
 
-    pieces: Pieces
+    shards: RowShards
     order: Permutation | None = None
-    """None: the order of the pieces."""
+    """None: the order of the shards."""
 
     @property
-    def unordered(self) -> "CutRows":
+    def unordered(self) -> "ShardedRows":
         """For a layer that does not depend on the order of rows."""
-        return CutRows(self.pieces)
+        return ShardedRows(self.shards)
 
-    def gather(self, piece: Tensor) -> Tensor:
-        """The piece of every rank -> all rows, in order.  Autograd does not see it."""
-        whole = self.pieces.gather(piece)
+    def gather(self, shard: Tensor) -> Tensor:
+        """The shard of every rank -> all rows, in order.  Autograd does not see it."""
+        whole = self.shards.gather(shard)
         return self._ordered(whole)
 
-    def start_gathering(self, piece: Tensor) -> Callable[[], Tensor]:
+    def start_gathering(self, shard: Tensor) -> Callable[[], Tensor]:
         """Start the gather; calling the result waits and returns all rows, in order."""
-        work, whole = self.pieces.start_gathering(piece)
+        work, whole = self.shards.start_gathering(shard)
 
         def rows() -> Tensor:
             work.wait()
@@ -47,50 +47,50 @@ class CutRows:
         return whole if self.order is None else whole.index_select(0, self.order.index)
 
     def start_reducing(self, whole: Tensor) -> tuple[dist.Work, Tensor]:
-        """All rows, in order, a summand on each rank -> this rank's piece of the sum, valid once the work is done."""
-        return self.pieces.start_reducing(whole if self.order is None else whole.index_select(0, self.order.inverse))
+        """All rows, in order, a summand on each rank -> this rank's shard of the sum, valid once the work is done."""
+        return self.shards.start_reducing(whole if self.order is None else whole.index_select(0, self.order.inverse))
 
     def reduce(self, whole: Tensor) -> Tensor:
-        work, piece = self.start_reducing(whole)
+        work, shard = self.start_reducing(whole)
         work.wait()
-        return piece
+        return shard
 
 
-def gather_rows(piece: Tensor, cut: CutRows, *, sums_gradients: bool) -> Tensor:
+def gather_rows(shard: Tensor, sharded: ShardedRows, *, sums_gradients: bool) -> Tensor:
     """All rows on every rank.
 
     ``sums_gradients``: the ranks use the rows differently, so their gradient is the sum over ranks.  Otherwise all
     ranks compute the same from them, and each already has the whole gradient.
     """
-    return _Gather.apply(piece, cut, sums_gradients)
+    return _Gather.apply(shard, sharded, sums_gradients)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, cut: CutRows, sums_gradients: bool) -> Tensor:
-        ctx.cut, ctx.sums_gradients = cut, sums_gradients
-        return cut.gather(piece)
+    def forward(ctx: Any, shard: Tensor, sharded: ShardedRows, sums_gradients: bool) -> Tensor:
+        ctx.sharded, ctx.sums_gradients = sharded, sums_gradients
+        return sharded.gather(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cut = ctx.cut
+        sharded = ctx.sharded
         if ctx.sums_gradients:
-            return cut.reduce(gradient), None, None
-        whole = gradient if cut.order is None else gradient.index_select(0, cut.order.inverse)
-        return whole[cut.pieces.here], None, None
+            return sharded.reduce(gradient), None, None
+        whole = gradient if sharded.order is None else gradient.index_select(0, sharded.order.inverse)
+        return whole[sharded.shards.here], None, None
 
 
-def reduce_rows(whole: Tensor, cut: CutRows) -> Tensor:
-    """All rows, with a summand on each rank -> this rank's piece of the sum."""
-    return _Reduce.apply(whole, cut)
+def reduce_rows(whole: Tensor, sharded: ShardedRows) -> Tensor:
+    """All rows, with a summand on each rank -> this rank's shard of the sum."""
+    return _Reduce.apply(whole, sharded)
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: CutRows) -> Tensor:
-        ctx.cut = cut
-        return cut.reduce(whole)
+    def forward(ctx: Any, whole: Tensor, sharded: ShardedRows) -> Tensor:
+        ctx.sharded = sharded
+        return sharded.reduce(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.gather(gradient), None
+        return ctx.sharded.gather(gradient), None

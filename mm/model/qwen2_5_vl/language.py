@@ -15,30 +15,29 @@ from mm.device.attention import Segments
 from mm.device.device import Device
 from mm.families.qwen2_5_vl import QWEN2_5_VL
 from mm.model.layers.attention import AttentionInputs
-from mm.model.layers.dropout import RowKeys
 from mm.model.layers.embedding import WordEmbedding
 from mm.model.layers.layer_context import LayerContext
+from mm.model.layers.lora_linear import RowKeys
 from mm.model.layers.loss import LossInputs
 from mm.model.layers.norm import Residual
 from mm.model.layers.vocabulary import OutputLayer
 from mm.model.parallel.ring import Ring, Ulysses
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
+from mm.model.qwen2_5_vl.arithmetic import mrope_cos_sin
 from mm.model.qwen2_5_vl.layers import LayerStack
-from mm.model.qwen2_5_vl.positions import mrope_cos_sin
-from mm.parallel.context import Share
-from mm.parallel.row_shards import Pieces
-from mm.parallel.zero.weight_shards import Unit
+from mm.parallel.context import RowShards, Share
+from mm.parallel.zero.weight_shards import BucketSpec
 from mm.placement import StageSpec
 
 
 def language_inputs(
     microbatch: Microbatch, config: LanguageConfig, dtype: torch.dtype, device: Device,
-    cut_group: dist.ProcessGroup | None = None, share: Share | None = None, keys: Tensor | None = None,
+    shard_group: dist.ProcessGroup | None = None, share: Share | None = None, keys: Tensor | None = None,
 ) -> AttentionInputs:
     """Rope tables and segments of the packed row.  Transformers casts the LLM's rope tables to the model's dtype.
 
-    ``share``: how context-parallel ranks divide the row; ``cut_group``: the ranks among which this rank's rows are cut;
-    ``keys``: of the whole row, for dropout.
+    ``share``: how context-parallel ranks divide the row; ``shard_group``: the ranks among which this rank's rows are
+    sharded; ``keys``: of the whole row, for dropout.
     """
     positions, across = microbatch.positions, None
     if share is not None:
@@ -50,12 +49,12 @@ def language_inputs(
             across = Ulysses(group, share.num_rows)
     cos, sin = mrope_cos_sin(device.copy(positions), config.kv_channels, config.rope_theta, config.mrope_section)
     segments = Segments.build(microbatch.segment_lengths, device.copy)
-    cut = None if cut_group is None else CutRows(Pieces(positions.shape[1], cut_group))
-    inputs = AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, cut, across)
+    sharded = None if shard_group is None else ShardedRows(RowShards(positions.shape[1], shard_group))
+    inputs = AttentionInputs(cos.to(dtype), sin.to(dtype), segments, True, sharded, across)
     if keys is None:
         return inputs
     whole = device.copy(keys if share is None else keys[share.here])
-    return replace(inputs, keys=RowKeys(whole if cut is None else whole[cut.pieces.here], whole, whole))
+    return replace(inputs, keys=RowKeys(whole if sharded is None else whole[sharded.shards.here], whole, whole))
 
 
 class LanguageModel(nn.Module):
@@ -74,7 +73,7 @@ class LanguageModel(nn.Module):
             self.decoder.final_layernorm = context.norm(config.hidden_size, config.layernorm_epsilon)
             self.output_layer = OutputLayer(config, context, has_weight=not self.shares_embedding)
 
-    def units(self) -> Iterator[Unit]:
+    def bucket_specs(self) -> Iterator[BucketSpec]:
         """Units of weights, in the order of the forward pass.
 
         The last norm belongs to the last layer's unit, not to the output layer's, because a tied embedding and its copy
@@ -82,15 +81,15 @@ class LanguageModel(nn.Module):
         """
         shared = (self.output_layer,) if self.shares_embedding else ()
         if self.has_embedding:
-            yield Unit((self.embedding, *shared), is_table=True)
+            yield BucketSpec((self.embedding, *shared), is_table=True)
         *others, last = self.decoder.layers.values()
-        yield from (Unit((layer,)) for layer in others)
+        yield from (BucketSpec((layer,)) for layer in others)
         if not self.has_head:
-            yield Unit((last,))
+            yield BucketSpec((last,))
             return
-        yield Unit((last, self.decoder.final_layernorm))
-        yield Unit((self.decoder.final_layernorm,))
-        yield Unit((self.output_layer,))
+        yield BucketSpec((last, self.decoder.final_layernorm))
+        yield BucketSpec((self.decoder.final_layernorm,))
+        yield BucketSpec((self.output_layer,))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         residual = Residual(x)

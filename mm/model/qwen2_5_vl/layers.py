@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from mm.config.model import Tower
 from mm.device.pointwise import biased
 from mm.model.layers.attention import AttentionInputs
-from mm.model.layers.dropout import NO_KEYS, RowKeys
 from mm.model.layers.layer_context import LayerContext
+from mm.model.layers.lora_linear import NO_KEYS, RowKeys
 from mm.model.layers.norm import Residual, RMSNorm
-from mm.model.parallel.sharded_rows import CutRows
+from mm.model.parallel.sharded_rows import ShardedRows
 from mm.model.recompute import Keep, LayerActivations, LinearInput, Remade, apply_linear, keep_here, recomputing
 from mm.weights.shard import memory_ffn
 
@@ -35,12 +35,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: LinearInput, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         """What is added to the residual stream, in the form that ``RowLinear`` returns."""
-        qkv, bias = apply_linear(self.linear_qkv, x, inputs.cut, inputs.keys.piece)
+        qkv, bias = apply_linear(self.linear_qkv, x, inputs.sharded, inputs.keys.shard)
         qkv = qkv.view(-1, self.num_groups, self.heads_per_group + 2, self.head_dim)
         q, k, v = self.rope(qkv, inputs.cos, inputs.sin, bias)
         attention = self.attention if inputs.across is None else partial(inputs.across.attend, self.attention)
         out = attention(q, k, v, inputs.segments, inputs.causal)
-        return self.linear_proj(out.flatten(1), inputs.cut, inputs.keys.ordered)
+        return self.linear_proj(out.flatten(1), inputs.sharded, inputs.keys.ordered)
 
 
 class GatedMLP(nn.Module):
@@ -55,14 +55,14 @@ class GatedMLP(nn.Module):
         self.linear_fc2 = context.row(ffn, tower.hidden_size, bias)
 
     def forward(
-        self, x: LinearInput, cut: CutRows | None, keys: RowKeys = NO_KEYS, keep: Keep = keep_here
+        self, x: LinearInput, sharded: ShardedRows | None, keys: RowKeys = NO_KEYS, keep: Keep = keep_here
     ) -> tuple[Tensor, Tensor | None]:
         """What is added to the residual stream, in the form that ``RowLinear`` returns."""
-        gate_up, bias = apply_linear(self.linear_fc1, x, cut, keys.piece)
+        gate_up, bias = apply_linear(self.linear_fc1, x, sharded, keys.shard)
         hidden = self.swiglu(gate_up, bias)
         if self.recomputes:
             hidden = Remade(hidden, self.swiglu, gate_up, keep)
-        return apply_linear(self.linear_fc2, hidden, cut, keys.whole)
+        return apply_linear(self.linear_fc2, hidden, sharded, keys.whole)
 
 
 class TransformerLayer(nn.Module):
@@ -84,16 +84,16 @@ class TransformerLayer(nn.Module):
         """
         rows, normed = self._normed(self.input_layernorm, x, self.self_attention.linear_proj.bias, keep)
         x = Residual(rows, *self.self_attention(normed, inputs))
-        cut = None if inputs.cut is None else inputs.cut.unordered
+        sharded = None if inputs.sharded is None else inputs.sharded.unordered
         if self.recomputes_mlp:
             rows = x.total()
-            added = recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, rows, cut, inputs.keys)
+            added = recomputing((self.pre_mlp_layernorm, self.mlp), self._mlp, rows, sharded, inputs.keys)
             return Residual(biased(rows, self.mlp.linear_fc2.bias), *added)
         rows, normed = self._normed(self.pre_mlp_layernorm, x, self.mlp.linear_fc2.bias, keep)
-        return Residual(rows, *self.mlp(normed, cut, inputs.keys, keep))
+        return Residual(rows, *self.mlp(normed, sharded, inputs.keys, keep))
 
-    def _mlp(self, x: Tensor, cut: CutRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
-        return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], cut, keys)
+    def _mlp(self, x: Tensor, sharded: ShardedRows | None, keys: RowKeys) -> tuple[Tensor, Tensor | None]:
+        return self.mlp(self.pre_mlp_layernorm(Residual(x))[1], sharded, keys)
 
     def _normed(
         self, norm: RMSNorm, x: Residual, next_bias: Tensor | None, keep: Keep

@@ -60,7 +60,6 @@ class Cause:
     status: int = 1
     """0: all ranks have left normally; 2: a user's mistake, so the report leaves out where the ranks were."""
     shows_stacks: bool = False
-    """Whether the report shows the stacks of all ranks, because the text alone does not explain the cause."""
     reporter: int = -1
     """The rank that has found it."""
 
@@ -79,9 +78,7 @@ class Record:
     state: State = "joined"
     place: str = "has not joined the others"
     seconds_left: float | None = None
-    """Until its time limit."""
     lateness: str = ""
-    """What to report when the limit has passed."""
     lost: str = ""
     """An error that another rank's death may have caused."""
     process: Identity = ("", 0, "")
@@ -102,7 +99,7 @@ class Record:
 
 
 class Judge:
-    """Decides from the records that this rank reads whether all must end, and why.  Knows no store."""
+    """Decides from records whether all ranks must end, and why.  Knows no store."""
 
     def __init__(
         self, rank: int, num_ranks: int, start_seconds: float, end_seconds: float, doubt_seconds: float
@@ -114,10 +111,8 @@ class Judge:
         self._changed: dict[int, tuple[int, float]] = {}
         """By rank: its latest count, and when that was new."""
         self._since: dict[str, float] = {}
-        """When something was first seen."""
 
     def cause(self, records: Mapping[int, Record], now: float) -> Cause | None:
-        """The reason to end all ranks, at the time ``now``."""
         for rank, record in records.items():
             if self._changed.get(rank, (-1, 0.0))[0] != record.count:
                 self._changed[rank] = record.count, now
@@ -133,7 +128,7 @@ class Judge:
     def _loss(self, there: Mapping[int, Record], now: float) -> Cause | None:
         """A rank whose communication has failed; rather one that has been silent since then."""
         lost = {rank: record.lost for rank, record in there.items() if record.lost}
-        if not lost or now < self._first_seen("loss", now) + self._doubt_seconds:
+        if not lost or now < self._since.setdefault("loss", now) + self._doubt_seconds:
             return None
         silent = [rank for rank in there if now - self._changed[rank][1] > 0.9 * self._doubt_seconds]
         if silent:
@@ -155,7 +150,7 @@ class Judge:
 
     def _absence(self, records: Mapping[int, Record], now: float) -> Cause | None:
         missing = _not_in(records, ("ready", "begun", "leaving"))
-        if 0 in missing or not missing or now < self._first_seen("ready", now) + self._start_seconds:
+        if 0 in missing or not missing or now < self._since.setdefault("ready", now) + self._start_seconds:
             return None
         return Cause(missing[0], f"{ranks_text(missing)} of {self._num_ranks} did not connect within "
                                  f"{self._start_seconds / 60:g} minutes after rank 0; see the output of their "
@@ -165,13 +160,10 @@ class Judge:
         late = _not_in(records, ("leaving",))
         if not late:
             return Cause(0, status=0)
-        if len(late) == self._num_ranks or now < self._first_seen("end", now) + self._end_seconds:
+        if len(late) == self._num_ranks or now < self._since.setdefault("end", now) + self._end_seconds:
             return None
         return Cause(late[0], f"{ranks_text(late)} did not end within {self._end_seconds:.0f} s after the first; "
                               f"--phase-timeouts between=SECONDS sets this limit", shows_stacks=True)
-
-    def _first_seen(self, what: str, now: float) -> float:
-        return self._since.setdefault(what, now)
 
 
 def _not_in(records: Mapping[int, Record], states: Sequence[str]) -> list[int]:
@@ -196,20 +188,14 @@ class Heartbeat:
         self, rendezvous: Rendezvous, facts: Mapping[str, str], place: Callable[[], str], at_end: Callable[[], None],
         end_seconds: float,
     ) -> None:  # fmt: skip
-        """Arguments:
-
-        - ``facts``: what this rank runs and its settings by name, which must be those of rank 0
-        - ``place``: where this rank is, in words
-        - ``at_end``: called before this process is ended in the middle of its work
-        - ``end_seconds``: how long ranks may take to leave after the first has left
-        """
+        """``facts``: what this rank runs and its settings by name, which must be those of rank 0.  ``place``: where it
+        is, in words.  ``at_end``: called before this process is ended in the middle of its work.  ``end_seconds``: how
+        long ranks may take to leave after the first has left."""
         self.deadline, self.lateness = float("inf"), ""
         """This rank's time limit, and what to report when it has passed."""
         self.state: State = "joined"
         self.lost = ""
-        """See ``Record``."""
         self.attempt: Attempt | None = None
-        """Set once this rank has joined the others."""
         self.problem: UserError | None = None
         """Why it cannot join them."""
         self.joined, self.begun, self.finished, self.ordered = (threading.Event() for _ in range(4))
@@ -225,16 +211,13 @@ class Heartbeat:
                             max(_DOUBT_SECONDS, 3 * self._beat_seconds))
         self._count = 0
         self._cause: Cause | None = None
-        """Why this rank ends all ranks."""
         self._wake = threading.Event()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def beat(self) -> None:
-        """Beat now."""
         self._wake.set()
 
     def end_all(self, cause: Cause) -> None:
-        """End all ranks, because of this one."""
         self._cause = cause
         self._wake.set()
 
@@ -301,7 +284,6 @@ class Heartbeat:
         return min(self._soon_seconds if waits else self._beat_seconds, max(0.0, self.deadline - time.monotonic()))
 
     def _read(self, ranks: Iterable[int]) -> tuple[Cause | None, dict[int, Record]]:
-        """Why all ranks end, and the records of these ranks."""
         end, *texts = (text.decode() for text in self._keys.multi_get([END, *map(str, ranks)]))
         records = [Record() if text == NOTHING else Record.read(text) for text in texts]
         return None if end == NOTHING else Cause(**json.loads(end)), dict(zip(ranks, records, strict=True))
@@ -386,7 +368,6 @@ class Heartbeat:
 
 
 def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause | None:
-    """The cause if this rank is set up differently from rank 0."""
     first = attempt.facts
     names = [name for name in {**first, **facts} if first.get(name) != facts.get(name)]
     if not names:
@@ -399,7 +380,6 @@ def _difference(rank: int, facts: Mapping[str, str], attempt: Attempt) -> Cause 
 
 
 def _stacks() -> str:
-    """Stacks of all threads of this process but this one."""
     frames = sys._current_frames()
     return "".join(f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
                    for thread in threading.enumerate()

@@ -31,11 +31,8 @@ class Attempt:
     """One start of all ranks, as rank 0 has written it."""
 
     prefix: str
-    """Comes before each of its keys."""
     host: str
-    """The host that rank 0 runs on."""
     facts: Mapping[str, str]
-    """What rank 0 runs, and its settings."""
     num_restarts: str
     """By the launcher of rank 0's node."""
     node: str
@@ -57,10 +54,7 @@ class Rendezvous:
 
     @classmethod
     def of_launcher(cls, timeout_minutes: float) -> "Rendezvous":
-        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port.
-
-        Raises UserError if a variable is missing or wrong.
-        """
+        """Read the launcher's environment variables.  Without them this process is the only rank and opens no port."""
         timeout, environment = timedelta(minutes=timeout_minutes), os.environ
         open_file_limit()  # rank 0 has a connection to each rank
         if "RANK" not in environment:
@@ -89,7 +83,6 @@ class Rendezvous:
         return cls(here.rank, here.num_ranks, open_store, neighbours, timeout)
 
     def begin(self, store: Store, facts: Mapping[str, str]) -> Attempt:
-        """On rank 0: begin an attempt."""
         attempt = Attempt(secrets.token_hex(8), socket.gethostname(), facts, _num_restarts(), node_id())
         keys = PrefixStore(attempt.prefix, store)
         for name in (END, OVER, *map(str, range(self.num_ranks))):

@@ -53,8 +53,7 @@ class Watchdog:
     """A context manager that guards this rank's part of a run.
 
     An error raised inside is reported, unless it is a UserError, and ReportedError is raised instead; ranks that are
-    not the cause exit without raising.  ``step_seconds`` limits a step (None: derived from the steps so far, 0: no
-    limit), ``phase_seconds`` the other phases.  A rank whose ``facts`` differ from those of rank 0 ends the run.
+    not the cause exit without raising.  A rank whose ``facts`` differ from those of rank 0 ends the run.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Watchdog:
         facts: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.plan: StepPlan | None = None
-        """The current step's plan, once it is known."""
         self.at_end: Callable[[], None] = lambda: None
         """Called before this process is ended in the middle of its work."""
         self._mesh: Mesh | None = None
@@ -140,7 +138,6 @@ class Watchdog:
                                   f"s; --phase-timeouts between=SECONDS sets this limit")
 
     def _set_limit(self, seconds: float, lateness: str) -> None:
-        """Limit what this rank does from now on."""
         self._beating.lateness, self._beating.deadline = lateness, time.monotonic() + seconds
 
     @property
@@ -230,7 +227,9 @@ class Watchdog:
 
 
 def limit_seconds(given: float | None, taken: Collection[float]) -> float:
-    """Limit of the next step in seconds: ``given`` by the user, or derived from the seconds ``taken`` by past steps."""
+    """Limit of the next step in seconds: ``given`` by the user (0: none), or derived from those ``taken`` by past
+    steps.
+    """
     if given == 0:
         return math.inf
     usual = max(USUAL_SECONDS, USUAL_FACTOR * statistics.median(taken or [0.0]))

@@ -1,6 +1,4 @@
-"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages; for validation
-the forward passes alone.
-"""
+"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,12 +24,9 @@ def run_schedule(
     """Forward and backward of every microbatch.  ``models`` are the chunks of this rank.
 
     Returns this rank's sum of weighted token losses as a detached fp32 scalar on the device: zero on ranks without
-    the head.  Summed over data-parallel ranks it is the loss of the global batch.
-
-    Arguments:
-
-    - ``scale``: applied to each loss before its backward pass (fp16)
-    - ``leave``: called with microbatch and chunk when the loop is past a backward pass, before it waits for anything
+    the head.  Summed over data-parallel ranks it is the loss of the global batch.  ``scale`` is applied to each loss
+    before its backward pass (fp16); ``leave`` is called with microbatch and chunk when the loop is past a backward
+    pass, before it waits for anything.
     """
     chunks: list[Any] = [model.module for model in models]  # mm.model.stage.Chunk, which stands above this floor
     total = torch.zeros((), dtype=torch.float32, device=chunks[0].device.torch_device)
@@ -85,7 +80,6 @@ def run_forward(
 
 
 class _Forward:
-    """The forward passes of a step."""
 
     def __init__(
         self, models: Sequence[DistributedDataParallel], plan: StepPlan, steps: Sequence[Step],
@@ -117,14 +111,14 @@ class _Passes:
         self, forward: _Forward, communicator: PipelineCommunicator, total: Tensor,
         scale: Callable[[Tensor], Tensor] | None, leave: Callable[[int, int], None] | None,
     ) -> None:  # fmt: skip
-        """``total``: to add the losses to; the others are those of ``run_schedule``."""
         self.forward, self._communicator, self._total = forward, communicator, total
         self._scale, self._leave = scale, leave
         self._kept: dict[ChunkPass, tuple[Tensor | None, Tensor]] = {}
 
     def run_forward(self, step: Step) -> None:
         _, (microbatch, chunk) = step
-        self._kept[microbatch, chunk] = _, output = self.forward(microbatch, chunk)
+        received, output = self.forward(microbatch, chunk)
+        self._kept[microbatch, chunk] = received, output
         has_head = self.forward.chunks[chunk].spec.has_head
         if has_head:
             self._total.add_(output.detach())
@@ -145,7 +139,7 @@ class _Passes:
 
 
 class _Inputs:
-    """The inputs of a rank's forward steps, besides messages: prepared while the device runs the step before."""
+    """The inputs of a rank's forward steps besides messages, prepared while the device runs the step before."""
 
     def __init__(self, chunks: Sequence[Any], plan: StepPlan, passes: Sequence[ChunkPass], sums: bool) -> None:
         """``sums``: see ``mm.model.prepare.Preparation``."""
@@ -164,15 +158,15 @@ class _Inputs:
         chunk_pass, inputs = self._prepared.popleft()
         assert chunk_pass == (microbatch, chunk), f"{chunk_pass} was prepared for {(microbatch, chunk)}"
         self._side.join()
-        self._side.mark()
+        self._side.record_event()
         return inputs
 
     def prepare_next(self) -> None:
-        """Called when a forward step is queued, while its inputs are alive (``SideQueue.behind_mark`` requires it)."""
+        """Call when a forward step is queued, while its inputs are alive (``SideStream.after_event`` requires it)."""
         if self._passes:
             microbatch, chunk = chunk_pass = self._passes.popleft()
             module = self._chunks[chunk]
-            with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.behind_mark():
+            with module.journal.during(Work.INPUTS, chunk, microbatch), self._side.after_event():
                 inputs = module.prepare(
                     self._plan.microbatches[microbatch], self._plan.totals, self._plan.dropout_seed, self._sums,
                     encoded_with=self._encoded_with.get(microbatch, ()))
@@ -180,4 +174,4 @@ class _Inputs:
 
     def end(self) -> None:
         assert not self._passes and not self._prepared, "the step ended with forward steps left"
-        self._side.mark()
+        self._side.record_event()

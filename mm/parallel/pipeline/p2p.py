@@ -3,8 +3,6 @@
 The communicator reads shapes, and which gradients are needed, from the step's plan: no shapes are exchanged, the loop
 never waits for the device, and a boundary that carries nothing sends nothing.  megatron-core's own exchanges a shape
 before each message and waits for the device.
-
-Messages between stages, as the step's plan describes them, and the handles by which to wait for them.
 """
 
 import math
@@ -19,10 +17,9 @@ from torch import Tensor
 from mm.batch import Microbatch, StepPlan, samples_text
 from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
-from mm.parallel.context import Context
+from mm.parallel.context import Context, row_shard
 from mm.parallel.mesh import Mesh
 from mm.parallel.order import Step, max_sent_ahead, stage_receives, stage_steps
-from mm.parallel.row_shards import piece_of
 from mm.placement import Message
 from mm.weights.trained import GradientPath
 
@@ -35,18 +32,14 @@ class Transfer:
     is_gradient: bool
     microbatch: int
     chunk: int
-    """Chunk on this rank."""
     boundary: int
-    """Index of the receiving slot of activations: slot b also sends gradients back over boundary b."""
+    """The slot that receives activations over it, and sends gradients back."""
     peer: int
-    """Global rank."""
     peer_stage: int
     shape: tuple[int, int] | None
     samples: tuple[int, ...]
-    """The microbatch's samples."""
 
     def text(self, dtype: torch.dtype) -> str:
-        """One line for a report."""
         verb, way = ("sends", "to") if self.is_sent else ("waits for", "from")
         what = "gradient" if self.is_gradient else "activation"
         shape = "nothing" if self.shape is None else f"{list(self.shape)} {str(dtype).removeprefix('torch.')}"
@@ -74,13 +67,12 @@ class Batch:
         """Every message with its tensor, including those that carry nothing."""
         self.group = group
         self._receiving: dict[int, Arriving] = {}
-        """By index of the operation."""
 
     def send(self, due: Transfer, tensor: Tensor | None) -> None:
         self._add(due, None if tensor is None else tensor.contiguous())
 
     def receive(self, due: Transfer, tensor: Tensor | None) -> Arriving:
-        """``tensor`` is the buffer to receive into; None if the message carries nothing."""
+        """``tensor``: to receive into; None if the message carries nothing."""
         arriving = Arriving(due, tensor)
         if self._add(due, tensor):
             self._receiving[len(self.operations) - 1] = arriving
@@ -121,25 +113,24 @@ def message_shape(
     return num_patches // model.vision.spatial_merge_size**2, model.language.hidden_size
 
 
-def piece_shape(
+def shard_shape(
     message: Message, shape: tuple[int, int] | None, model: ModelConfig, rank: int, num_ranks: int
 ) -> tuple[int, int] | None:
-    """The shape of this tensor-parallel rank's piece under sequence parallelism; whole encoders' images are not cut."""
+    """The shape of a tensor-parallel rank's shard under sequence parallelism; images of whole encoders stay whole."""
     if shape is None or (model.encodes_whole and message is not Message.HIDDEN_STATES):
         return shape
-    here = piece_of(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
+    here = row_shard(shape[0], model.vision.spatial_merge_size**2 if message is Message.PATCHES else 1, rank, num_ranks)
     return here.stop - here.start, shape[1]
 
 
 class PipelineCommunicator:
-    """Point-to-point messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a
-    group, which runs its batches in order."""
+    """The messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a group, which
+    runs its batches in order."""
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,
         starts_ahead: bool = True,
     ) -> None:
-        """``starts_ahead``: see ``stage_receives``."""
         self._starts_ahead = starts_ahead
         self._stage, self._num_stages, self._num_chunks = mesh.pp_rank, mesh.pp_size, model.num_chunks
         self._activation_group, self._gradient_group = mesh.groups.pp, mesh.gradient_group
@@ -149,7 +140,7 @@ class PipelineCommunicator:
         self._like = torch.empty(0, dtype=self._dtype, device=device)
         placement = model.placement()
         self._specs = [placement[mesh.pp_rank, chunk] for chunk in range(model.num_chunks)]
-        self._cut = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
+        self._tp_shard = (mesh.tp_rank, mesh.tp_size) if parallel.sequence_parallel else None
         ranks = dist.get_process_group_ranks(mesh.groups.pp)  # the last stage's next is the first, with the next chunk
         self._previous, self._next = ranks[mesh.pp_rank - 1], ranks[(mesh.pp_rank + 1) % mesh.pp_size]
         self._microbatches: tuple[Microbatch, ...] = ()
@@ -206,7 +197,7 @@ class PipelineCommunicator:
                     self._in_flight.popleft()[0].wait()
 
     def latest_messages(self) -> list[str]:
-        """The messages of the latest exchange, as text for a report."""
+        """Those of the latest exchange, for a report."""
         return [due.text(self._dtype) for due in self._latest if due.shape is not None]
 
     def _start(self, step: Step | None, made: Tensor | None = None) -> None:
@@ -258,7 +249,7 @@ class PipelineCommunicator:
 
     def _shape(self, message: Message, microbatch: Microbatch) -> tuple[int, int] | None:
         shape = message_shape(message, microbatch, self._model, self._context)
-        return piece_shape(message, shape, self._model, *self._cut) if self._cut else shape
+        return shard_shape(message, shape, self._model, *self._tp_shard) if self._tp_shard else shape
 
     def _run(self, *batches: Batch) -> None:
         """Start each batch; wait for the oldest sends only while more than ``_most_in_flight`` are in flight.

@@ -38,8 +38,8 @@ def _buffers(model: Any) -> Iterator[tuple[Tensor, list[Tensor]]]:
     for buffer in model.buffers:
         if (whole := getattr(buffer, "grad_data", None)) is not None:
             yield whole, [*(bucket.grad_data for bucket in buffer.buckets), *(one.main_grad for one in buffer.params)]
-    for unit in getattr(model, "units", ()):  # shards, with ``mm.parallel.zero.gradient_shards``
-        yield unit.shard, []
+    for bucket in getattr(model, "gradient_buckets", ()):  # shards, with ``mm.parallel.zero.gradient_shards``
+        yield bucket.shard, []
 
 
 def take_buffer(weight: Tensor) -> tuple[Tensor, bool]:
@@ -69,11 +69,11 @@ def gradient_from(buffer: Tensor, weight: Tensor) -> Tensor | None:
     With megatron's DDP, None: the gradient is in its buffer.  megatron's hook adds none if ``grad_added_to_main_grad``
     is set, but requires that ``grad`` is not None, so a single element expanded to the weight's shape stands in.
     """
-    marked: Any = weight  # carries megatron's attributes, which torch's types lack
-    if buffer is not getattr(marked, "main_grad", None):
+    parameter: Any = weight  # with megatron's attributes, which torch's types lack
+    if buffer is not getattr(parameter, "main_grad", None):
         return buffer.to(weight.dtype)
-    marked.grad_added_to_main_grad = True
-    marked.grad = weight.new_empty(()).expand(weight.shape)
+    parameter.grad_added_to_main_grad = True
+    parameter.grad = weight.new_empty(()).expand(weight.shape)
     return None
 
 

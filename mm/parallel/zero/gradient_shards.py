@@ -1,12 +1,12 @@
-"""Gradients of which each data-parallel rank keeps only its shard (ZeRO-2), on megatron's buckets.
+"""Gradients of which each data-parallel rank keeps only its shard (ZeRO-2).
 
-Each unit, such as a layer, has a buffer only while a backward pass fills it.  The pass reduce-scatters it, and each
-rank adds its shard to the sum of the step.  Shards are those of megatron's distributed optimizer, so its states, its
-gathers of weights and our checkpoints are the same as without this.
+A bucket (``weight_shards.py``), such as a layer, has a gradient buffer only while a backward pass fills it.  The pass
+reduce-scatters it, and each rank adds its shard to the sum of the step.  Shards are those of megatron's distributed
+optimizer, so its states, its gathers of weights and our checkpoints are the same as without this.
 
 Other engines do not fit: torch's ``fully_shard`` rounds each microbatch's gradients to the weights' dtype, where our
-products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.
-``zero2_schedule`` decides when a unit is reduced; with shards of the weights, too, ``zero3_schedule`` does.
+products add to fp32 buffers, and megatron-core's FSDP runs on CUDA alone.  ``schedule.py`` decides when a bucket is
+reduced.
 """
 
 import inspect
@@ -26,19 +26,19 @@ from torch import Tensor, nn
 
 from mm.batch import Images
 from mm.parallel.zero.gradient_buffers import mark_stale, zero_stale
-from mm.parallel.zero.weight_shards import BucketLayout, BucketPlaces, Unit, WeightShards, owned_weights
+from mm.parallel.zero.weight_shards import BucketLayout, BucketPlaces, BucketSpec, WeightShards, owned_weights
 
 _ASKS_FOR_PLACES = "param_index_map" in inspect.signature(_ParamAndGradBucket.__init__).parameters
 """A bucket must be told where its weights lie in the buffer; one of megatron-core 0.16 computes this itself."""
 
 
-class UnitGradients:
-    """The gradients of one unit on this rank: all of them while a backward pass fills them, its shard of their sum."""
+class GradientBucket:
+    """The gradients of one bucket: all of them while a backward pass fills them, and this rank's shard of their sum."""
 
-    def __init__(self, group: _ParamAndGradBucketGroup, unit: Unit, places: BucketPlaces) -> None:
-        """``places``: where each weight begins and ends in the bucket, in the order of the bucket."""
+    def __init__(self, group: _ParamAndGradBucketGroup, spec: BucketSpec, places: BucketPlaces) -> None:
         (bucket,) = group.buckets
-        self.unit, self.bucket, self.group, self.places = unit, bucket, group, places
+        self.spec, self.group, self.places = spec, group, places
+        self.megatron_bucket: _ParamAndGradBucket = bucket
         self._shape_only, start, stop = bucket.grad_data, *self.shard_range
         assert bucket.param_data is not None, "the optimizer is megatron's distributed one"
         self.shard = torch.empty(stop - start, dtype=torch.float32, device=bucket.param_data.device)
@@ -47,11 +47,11 @@ class UnitGradients:
 
     @property
     def weights(self) -> list[Any]:
-        return self.bucket.params_list
+        return self.megatron_bucket.params_list
 
     @property
     def shard_range(self) -> tuple[int, int]:
-        return shard_range(self.bucket, self.group)
+        return shard_range(self.megatron_bucket, self.group)
 
     def begin_step(self) -> None:
         assert not self.is_open, "the step before reduced it"
@@ -81,7 +81,7 @@ class UnitGradients:
         if self.group.grad_reduce_handle is not None:
             self.group.grad_reduce_handle.wait()
             self.group.grad_reduce_handle = None
-        reduced = self.bucket.grad_data[slice(*self.shard_range)]
+        reduced = self.megatron_bucket.grad_data[slice(*self.shard_range)]
         if self._is_summed:
             self.shard += reduced
         else:
@@ -106,7 +106,7 @@ class UnitGradients:
                 yield weight, self.shard[begin - start : end - start]
 
     def _set_buffer(self, buffer: Tensor) -> None:
-        self.bucket.grad_data = buffer
+        self.megatron_bucket.grad_data = buffer
         self.group.cached_grad_buffer_shard_list = [None]  # megatron's shards of the buffer before
 
 
@@ -117,20 +117,19 @@ def shard_range(bucket: _ParamAndGradBucket, group: _ParamAndGradBucketGroup) ->
     return start, start + size
 
 
-class _UnitBuffer:
+class _ShardedBuffer:
     """The part of megatron's ``_ParamAndGradBuffer`` that its optimizer and its bucket groups read.
 
     megatron's buckets are views of one tensor; here each has its own, and gradients without memory until it is opened.
     """
 
     def __init__(
-        self, config: DistributedDataParallelConfig, group: Any, units: Sequence[list[Any]], holds_weights: bool
+        self, config: DistributedDataParallelConfig, group: Any, buckets: Sequence[list[Any]], holds_weights: bool
     ) -> None:
-        """``units``: the weights of each bucket.  ``holds_weights``: buckets have memory for them; otherwise
-        ``WeightShards`` has memory for shards only."""
+        """``holds_weights``: buckets have memory for their weights; otherwise ``WeightShards`` has it for shards."""
         self._holds_weights = holds_weights
         self.ddp_config, self.data_parallel_group, self.data_parallel_world_size = config, group, group.size()
-        self.params = [weight for weights in units for weight in weights]
+        self.params = [weight for weights in buckets for weight in weights]
         self.param_indices = list(range(len(self.params)))
         (self.param_dtype,) = {weight.dtype for weight in self.params}
         self.grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else self.param_dtype
@@ -138,11 +137,10 @@ class _UnitBuffer:
         self.param_index_map: dict[Any, tuple[int, int, int]] = {}
         self.buckets: list[_ParamAndGradBucket] = []
         self.places: list[BucketPlaces] = []
-        """By bucket: where each weight begins and ends in it."""
         self.numel = self.numel_unpadded = 0
         self.num_optimizer_shards = group.size()
         """megatron-core 0.19's optimizer compares it with its own number of ranks."""
-        for weights in units:
+        for weights in buckets:
             self._append(weights)
 
     def get_unpacked_index_map(self) -> dict[Any, tuple[int, int, int]]:
@@ -175,9 +173,9 @@ class ShardedGradients(DistributedDataParallel):
 
     def __init__(
         self, settings: TransformerConfig, config: DistributedDataParallelConfig, chunk: nn.Module,
-        units: Iterable[Unit], weight_shards: WeightShards | None = None,
+        specs: Iterable[BucketSpec], weight_shards: WeightShards | None = None,
     ) -> None:  # fmt: skip
-        """``units``: those of ``chunk`` in the order of its forward pass.  ``weight_shards``: if ranks keep only shards
+        """``specs``: those of ``chunk`` in the order of its forward pass.  ``weight_shards``: if ranks keep only shards
         of the weights, too."""
         trained = [weight for weight in chunk.parameters() if weight.requires_grad]
         for weight in trained:
@@ -186,29 +184,27 @@ class ShardedGradients(DistributedDataParallel):
         for weight in trained:
             weight.requires_grad_(True)
         self.forward_begins: Callable[[int, Images], None] = lambda *_: None
-        """Called before the forward pass of a microbatch, given by its number in the step, with the images that pass
-        there."""
+        """Called before the forward pass of a microbatch, with its number in the step and what images do there."""
         self.backward_begins: Callable[[int], None] = lambda _: None
-        """Called when the backward pass of a microbatch begins, if it has one."""
         self.backward_ends: Callable[[], None] = lambda: None
-        self.unit_begins: Callable[[int, int, bool], None] = lambda *_: None
-        """Called when the backward pass of one of a unit's modules begins: with the number of the microbatch in whose
-        forward pass it ran, the unit's place in ``units``, and whether it is the unit's last module to begin."""
+        self.bucket_begins: Callable[[int, int, bool], None] = lambda *_: None
+        """Called when the backward pass of one of a bucket's modules begins: with the number of the microbatch in whose
+        forward pass it ran, the bucket's place in ``specs``, and whether it is the bucket's last module to begin."""
         self.use_begins: Callable[[int, bool], None] = lambda *_: None
-        """With shards of weights: called when the first module of one of their ``all_units`` begins its forward pass,
-        or its backward pass, with the unit's place, and whether it is the backward pass."""
-        self.units: tuple[UnitGradients, ...] = ()
+        """With shards of weights: called when the first module of one of their ``specs`` begins its forward pass,
+        or its backward pass, with the bucket's place, and whether it is the backward pass."""
+        self.gradient_buckets: tuple[GradientBucket, ...] = ()
         self.weight_shards = weight_shards
         self._microbatch = 0
         if trained:
-            self._build(config, list(units), trained)
-        for place, unit in enumerate(weight_shards.all_units if weight_shards else ()):
-            self._watch_use(unit.modules[0], place)
+            self._build(config, list(specs), trained)
+        for place, spec in enumerate(weight_shards.specs if weight_shards else ()):
+            self._watch_use(spec.modules[0], place)
 
-    def _build(self, config: DistributedDataParallelConfig, units: list[Unit], trained: list[Any]) -> None:
-        owned = zip(units, owned_weights(units, trained), strict=True)
-        found = [(unit, weights) for unit, weights in owned if weights]
-        buffer: Any = _UnitBuffer(
+    def _build(self, config: DistributedDataParallelConfig, specs: list[BucketSpec], trained: list[Any]) -> None:
+        owned = zip(specs, owned_weights(specs, trained), strict=True)
+        found = [(spec, weights) for spec, weights in owned if weights]
+        buffer: Any = _ShardedBuffer(
             config, self.intra_dp_cp_group, [weights for _, weights in found], self.weight_shards is None)
         self.params_with_grad = buffer.params
         buffers: Any = [buffer]
@@ -217,30 +213,30 @@ class ShardedGradients(DistributedDataParallel):
         groups = list(partition_buckets([buffer]))
         self.bucket_groups = groups[::-1]
         self.param_to_bucket_group = {weight: group for group in groups for weight in group.params}
-        self.units = tuple(UnitGradients(group, unit, places)
-                           for group, (unit, _), places in zip(groups, found, buffer.places, strict=True))
+        self.gradient_buckets = tuple(GradientBucket(group, spec, places)
+                                      for group, (spec, _), places in zip(groups, found, buffer.places, strict=True))
         for weight in buffer.params:
             node = weight.expand_as(weight).grad_fn.next_functions[0][0]
             node.register_hook(_adder(weight))
             self.grad_accs.append(node)
-        for place, one in enumerate(self.units):
-            for module in one.unit.modules:
-                is_last = module is one.unit.modules[0]
+        for place, one in enumerate(self.gradient_buckets):
+            for module in one.spec.modules:
+                is_last = module is one.spec.modules[0]
                 _watch_backward(module, lambda place=place, is_last=is_last: partial(
-                    self.unit_begins, self._microbatch, place, is_last))
+                    self.bucket_begins, self._microbatch, place, is_last))
 
     def _watch_use(self, module: nn.Module, place: int) -> None:
         module.register_forward_pre_hook(lambda *_: self.use_begins(place, False))
         _watch_backward(module, lambda: partial(self.use_begins, place, True))
 
     def start(self, microbatch: int, images: Images) -> None:
-        """Call before the forward pass of each microbatch that has a backward pass too, or if ranks keep shards of
-        weights; ``images``: what images do in it on this rank."""
+        """Call before each forward pass of training, and with shards of weights before any other.  ``images``: what
+        images do in it on this rank."""
         self._microbatch = microbatch
         self.forward_begins(microbatch, images)
 
     def start_param_sync(self, *unused: Any, **settings: Any) -> None:
-        """Gather the weights that other ranks have updated.  Shards of weights are gathered when a unit is used."""
+        """Gather the weights that other ranks have updated.  Shards of weights are gathered when a bucket is used."""
         if self.weight_shards is None:
             super().start_param_sync(*unused, **settings)
         else:
@@ -260,7 +256,7 @@ class ShardedGradients(DistributedDataParallel):
 
 def _watch_backward(module: nn.Module, prepared: Callable[[], Callable[[], None]]) -> None:
     """Call a function whenever the backward pass of ``module`` begins: before any of its nodes runs, and after those of
-    the modules that used its output.  ``prepared`` is called in each forward pass and returns that function."""
+    the modules that used its output.  ``prepared`` returns that function, in each forward pass."""
 
     def follow(_module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

@@ -16,18 +16,14 @@ from torch import Tensor
 from mm.parallel.activity import Work
 from mm.parallel.zero.gradient_buffers import forget_added, mark_stale, zero_stale
 from mm.parallel.zero.gradient_shards import ShardedGradients, shard_range
-from mm.parallel.zero.zero2_schedule import Reductions
-from mm.parallel.zero.zero3_schedule import UnitPasses
+from mm.parallel.zero.schedule import Zero2Schedule, Zero3Schedule
 
 _MIN_ELEMENTS = 1 << 20
 """Ranges of a buffer with at least this many elements are summed in place; smaller ones are first joined to one."""
 
 
 def begin(models: Iterable[DistributedDataParallel], overwrites: bool) -> None:
-    """Prepare megatron's gradient buffers for a step.
-
-    ``overwrites``: whether this device's products can overwrite (``Kernels``).
-    """
+    """Prepare megatron's gradient buffers for a step; ``overwrites``: that of ``Kernels``."""
     model: Any
     for model in models:
         if not overwrites:
@@ -48,13 +44,10 @@ def end(models: Iterable[DistributedDataParallel]) -> None:
 
 
 def finalize(
-    models: Sequence[DistributedDataParallel], passes: Reductions | UnitPasses | None,
+    models: Sequence[DistributedDataParallel], passes: Zero2Schedule | Zero3Schedule | None,
     tied_group: dist.ProcessGroup | None,
 ) -> None:  # fmt: skip
-    """Reduce the gradients after the last microbatch.
-
-    ``passes``: those of ``models`` if ranks keep shards of the gradients.  Most of these are reduced already then.
-    """
+    """Reduce the gradients after the last microbatch.  ``passes``: if ranks keep shards; most are reduced then."""
     chunk: Any = models[0].module
     with chunk.journal.during(Work.REDUCTION):
         _finish_gathering(models)
@@ -110,12 +103,11 @@ def sum_over_tensor_ranks(models: Iterable[DistributedDataParallel], group: dist
 
 
 def _own_ranges(model: Any) -> Iterator[Tensor]:
-    """Flat ranges of ``model``'s reduced gradients that ``sum_over_tensor_ranks`` sums."""
     if isinstance(model, ShardedGradients):
-        for unit in model.units:
-            start, stop = unit.shard_range
-            for first, last in _summed_spans(unit.places, start, stop):
-                yield unit.shard[first - start : last - start]
+        for bucket in model.gradient_buckets:
+            start, stop = bucket.shard_range
+            for first, last in _summed_spans(bucket.places, start, stop):
+                yield bucket.shard[first - start : last - start]
         return
     for group in model.bucket_groups:
         for bucket in group.buckets:
@@ -154,10 +146,10 @@ def _sum_tied(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:
 def _tied_gradients(model: Any) -> Iterator[Tensor]:
     """The reduced gradients of weights that another slot holds too, or this rank's shards if it keeps only those."""
     if isinstance(model, ShardedGradients):
-        for unit in model.units:
-            if any(getattr(weight, "shared_embedding", False) for weight in unit.weights):
-                assert len(unit.weights) == 1, "the word embedding and its copy are units of their own"
-                yield unit.shard
+        for bucket in model.gradient_buckets:
+            if any(getattr(weight, "shared_embedding", False) for weight in bucket.weights):
+                assert len(bucket.weights) == 1, "the word embedding and its copy are buckets of their own"
+                yield bucket.shard
         return
     for weight in model.module.parameters():
         if getattr(weight, "shared_embedding", False) and weight.requires_grad:

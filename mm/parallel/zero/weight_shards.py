@@ -1,10 +1,9 @@
-"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3): they are whole only while their unit is open.
+"""Weights of which each data-parallel rank keeps only its shard (ZeRO-3), whole only while their bucket is open.
 
-Each element of a weight without memory reads as NaN, so that a use of a closed unit cannot pass unnoticed.  Norms and
-biases stay whole: a layer's last bias is added by the next layer.  ``zero3_schedule`` decides when units open and
-close.
-
-Units: weights that are gathered, and whose gradients are reduced, by one collective; and how they lie in memory.
+A *bucket* is the weights that one collective gathers, and whose gradients one reduces: those of a layer, the projector
+or the word embedding.  Each element of a weight without memory reads as NaN, so that a use of a closed bucket cannot
+pass unnoticed.  Norms and biases stay whole: a layer's last bias is added by the next layer.  ``schedule.py`` decides
+when buckets open and close.
 """
 
 import math
@@ -28,13 +27,13 @@ BucketPlaces = dict[Any, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Weights that belong together: those of a layer, of the projector, of the word embedding."""
+class BucketSpec:
+    """Which weights form a bucket."""
 
     modules: tuple[nn.Module, ...]
     """The modules that use them, in the order of the forward pass.  A later one may own none: a tied output layer."""
     tower: TowerName = "language"
-    """Units of the ViT and the projector are used only by microbatches with images."""
+    """Buckets of the ViT and the projector are used only by microbatches with images."""
     is_table: bool = False
     """Whether the first module only looks up rows of its weight, so that its backward pass does not read the weight."""
 
@@ -66,16 +65,15 @@ def padded(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def owned_weights(units: Sequence[Unit], weights: Iterable[Any]) -> list[list[Any]]:
-    """For each unit those of ``weights`` that it owns, in the order of its modules.  A weight that two units use
-    belongs to the first."""
+def owned_weights(specs: Sequence[BucketSpec], weights: Iterable[Any]) -> list[list[Any]]:
+    """For each bucket those of ``weights`` that it owns: a weight that two buckets use belongs to the first."""
     left, found = dict.fromkeys(weights), list[list[Any]]()
-    for unit in units:
-        own = [weight for module in unit.modules for weight in module.parameters() if weight in left]
+    for spec in specs:
+        own = [weight for module in spec.modules for weight in module.parameters() if weight in left]
         found.append([*dict.fromkeys(own)])
         for weight in found[-1]:
             del left[weight]
-    assert not left, "every weight is in a unit"
+    assert not left, "every weight is in a bucket"
     return found
 
 
@@ -90,8 +88,8 @@ def placeholder(weight: Tensor) -> Tensor:
     return torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
-class _Bucket:
-    """Weights that one collective gathers.  They lie one after another, and this rank keeps its shard of that."""
+class _FlatWeights:
+    """Weights that lie one after another, and this rank's shard of them."""
 
     def __init__(self, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
         self.layout, self._group = BucketLayout.of(weights, group.size()), group
@@ -141,36 +139,34 @@ class _Bucket:
         self._whole = None
 
 
-class UnitWeights:
-    """The weights of one unit on this rank: its shard always, all of them while the unit is open."""
+class WeightBucket:
+    """The weights of one bucket on this rank: always its shard, all of them while the bucket is open."""
 
-    def __init__(self, unit: Unit, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
+    def __init__(self, spec: BucketSpec, weights: Sequence[Any], group: dist.ProcessGroup) -> None:
         """Trained and frozen weights are gathered separately: the optimizer's shards divide only the trained ones."""
-        self.unit = unit
+        self.spec = spec
         kinds = [[weight for weight in weights if weight.requires_grad is is_trained] for is_trained in (True, False)]
-        self._buckets = [_Bucket(some, group) for some in kinds if some]
-        self.buckets = {weight: bucket for bucket in self._buckets for weight in bucket.layout.places}
+        self._flats = [_FlatWeights(some, group) for some in kinds if some]
+        self.flat_of = {weight: flat for flat in self._flats for weight in flat.layout.places}
         self.is_open = self.is_arriving = False
         self._is_new = True
 
     def weights_change(self) -> None:
-        """Call when the shards of any rank change."""
-        assert not self.is_open and not self.is_arriving, "an open unit would keep the weights of before"
+        assert not self.is_open and not self.is_arriving, "an open bucket would keep the weights of before"
         self._is_new = True
 
     def start_opening(self) -> None:
-        """Start to gather the weights, on all ranks that have shards of them."""
         assert not self.is_open and not self.is_arriving, "other ranks would wait for a gather that this one omits"
-        for bucket in self._buckets:
-            bucket.start_gathering()
+        for flat in self._flats:
+            flat.start_gathering()
         self.is_arriving = True
 
     def open(self) -> None:
         """Wait for the weights that ``start_opening`` gathers."""
         if not self.is_open:
             assert self.is_arriving, "every rank gathers it at the same place"
-            for bucket in self._buckets:
-                bucket.finish_gathering(self._is_new)
+            for flat in self._flats:
+                flat.finish_gathering(self._is_new)
             self.is_open, self.is_arriving, self._is_new = True, False, False
 
     def close(self) -> None:
@@ -178,63 +174,58 @@ class UnitWeights:
         if self.is_arriving:
             self.open()
         if self.is_open:
-            for bucket in self._buckets:
-                bucket.close()
+            for flat in self._flats:
+                flat.close()
             self.is_open = False
 
 
 class WeightShards:
     """This rank's shards of all weights of a chunk."""
 
-    def __init__(self, units: Iterable[Unit], weights: Iterable[Any], group: dist.ProcessGroup) -> None:
-        """``units``: in the order of the forward pass.  The values of ``weights``, which may have no memory, are lost.
-        """
-        self.all_units = tuple(units)
-        """Including units that own nothing because their module uses the weights of an earlier unit."""
-        owned = owned_weights(self.all_units, weights)
-        self.units = tuple(UnitWeights(unit, own, group)
-                           for unit, own in zip(self.all_units, owned, strict=True) if own)
-        """The units that own weights."""
-        self._unit_of = {weight: unit for unit in self.units for weight in unit.buckets}
+    def __init__(self, specs: Iterable[BucketSpec], weights: Iterable[Any], group: dist.ProcessGroup) -> None:
+        """``specs``: in the order of the forward pass.  The values of ``weights`` are lost."""
+        self.specs = tuple(specs)
+        """Including those that own nothing because their module uses the weights of an earlier bucket."""
+        owned = owned_weights(self.specs, weights)
+        self.buckets = tuple(WeightBucket(spec, own, group)
+                             for spec, own in zip(self.specs, owned, strict=True) if own)
+        self._bucket_of = {weight: bucket for bucket in self.buckets for weight in bucket.flat_of}
         self.are_held = False
-        """Whether ``all_opened`` is holding all units open."""
 
-    def unit_of(self, weight: Any) -> UnitWeights:
-        return self._unit_of[weight]
+    def bucket_of(self, weight: Any) -> WeightBucket:
+        return self._bucket_of[weight]
 
     def shard_of(self, weight: Any) -> tuple[Tensor, int]:
-        """See ``_Bucket.shard_of``."""
-        return self._unit_of[weight].buckets[weight].shard_of(weight)
+        """See ``_FlatWeights.shard_of``."""
+        return self._bucket_of[weight].flat_of[weight].shard_of(weight)
 
     def set(self, weight: Any, values: Tensor) -> None:
         """Keep this rank's shard of ``values``, a whole weight."""
         shard, first = self.shard_of(weight)
         shard.copy_(values.reshape(-1)[first : first + len(shard)])
-        self._unit_of[weight].weights_change()
+        self._bucket_of[weight].weights_change()
 
     def weights_change(self) -> None:
         """Call when the shards of any rank have changed."""
-        for unit in self.units:
-            unit.weights_change()
+        for bucket in self.buckets:
+            bucket.weights_change()
 
     @contextmanager
-    def opened(self, unit: UnitWeights) -> Iterator[None]:
-        """Open ``unit`` while the body runs, on all ranks together."""
-        unit.start_opening()
-        unit.open()
+    def opened(self, bucket: WeightBucket) -> Iterator[None]:
+        """Open ``bucket`` while the body runs, on all ranks together."""
+        bucket.start_opening()
+        bucket.open()
         try:
             yield
         finally:
-            unit.close()
+            bucket.close()
 
     @contextmanager
     def all_opened(self) -> Iterator[None]:
-        """Hold all units open while the body runs, on all ranks together."""
+        """Hold all buckets open while the body runs, on all ranks together."""
         with ExitStack() as closing:
-            for unit in self.units:
-                closing.enter_context(self.opened(unit))
+            for bucket in self.buckets:
+                closing.enter_context(self.opened(bucket))
             self.are_held = True
-            try:
-                yield
-            finally:
-                self.are_held = False
+            closing.callback(setattr, self, "are_held", False)
+            yield

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from mm.checkpoint.saved_steps import stated
+from mm.checkpoint.directories import stated
 from mm.checkpoint.training_files import TEMPORARY_PREFIX
 from mm.config.args import Arguments
 from mm.environment import Launched
@@ -79,9 +79,7 @@ class Disks:
 
 def find_disks(args: Arguments, mesh: Mesh) -> Disks:
     """The disks of ``--save``, or without it of the export; rank 0 writes a probe there, for which all ranks look.
-
-    Raises AgreedError for several disks without ``--save-on-each-node``.
-    """
+    Raises AgreedError for several disks without ``--save-on-each-node``."""
     given = {"--save": args.save, "--export-hf": args.export_hf, "--export-merged-hf": args.export_merged_hf}
     flag, path = next(((flag, path) for flag, path in given.items() if path is not None), ("", None))
     if path is None or mesh.world_size == 1:

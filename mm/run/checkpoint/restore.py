@@ -16,7 +16,7 @@ from mm.checkpoint.manifest import validated
 from mm.checkpoint.source import Source
 from mm.checkpoint.training_manifest import CheckpointManifest, TrainingDirectory
 from mm.console import Progress
-from mm.data.index.fingerprint import TrainedOn
+from mm.data.index.dataset import TrainedOn
 from mm.errors import UserError
 from mm.model.load import fill, read_once
 from mm.parallel.agreement import together
@@ -30,12 +30,7 @@ from mm.weights.trained import saved_among
 
 
 def load(
-    source: Source,
-    setup: Setup,
-    *,
-    load_optim: bool = True,
-    load_rng: bool = True,
-    finetune: bool = False,
+    source: Source, setup: Setup, *, load_optim: bool = True, load_rng: bool = True, finetune: bool = False
 ) -> TrainingProgress:
     """Restore ``source``, a training checkpoint of this or any other layout; and return where training continues.
 
@@ -88,17 +83,13 @@ def _is_same_layout(stored: TrainingDirectory, mesh: Mesh) -> bool:
 
 
 def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> Sequence[tuple[OwnedState, int]]:
-    """Restore this rank's optimizer state.
-
-    If replicas hold the same state, each reads a share of it.  The result lists all states with the replica that read
-    each; the others have allocated memory, which ``_broadcast`` fills.
-    """
+    """Restore this rank's optimizer state.  If replicas hold the same state, each reads a share of it.  The result
+    lists all states with the replica that read each; the others have allocated memory, which ``_broadcast`` fills."""
     facts = stored.manifest.optimizer
     if facts is None:
         raise UserError(
             f"{stored.path} was saved without optimizer state (--no-save-optim); add --no-load-optim to continue with "
-            f"new optimizer state, or --finetune to start at step 0 from its weights."
-        )
+            f"new optimizer state, or --finetune to start at step 0 from its weights.")
     by_name = {weight.name: weight for weight in setup.stage.weights}
     owned, step = owned_states(setup.optimizer, setup.models), facts["step"]
     untrained = [state.name for state in owned if step and not stored.has(by_name[state.name], MOMENTS[0])]
@@ -107,8 +98,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
         raise UserError(
             f"{stored.path} has no optimizer state of {untrained[0]}{more}, which was frozen when it was saved and is "
             f"trained now; freeze the same weights as before, add --no-load-optim to continue with new optimizer "
-            f"state, or --finetune to start at step 0 from the weights."
-        )
+            f"state, or --finetune to start at step 0 from the weights.")
     copies = setup.mesh.groups.dp_cp
     is_shared = not is_split(setup.optimizer) and copies.size() > 1
     chosen = readers([state.main.nbytes for state in owned], copies.size() if is_shared else 1)
@@ -128,8 +118,7 @@ def _load_optimizer(stored: TrainingDirectory, source: Source, setup: Setup) -> 
         if step:
             state.restore_moments(step, {
                 moment: memory.pad(stored.read_state(weight, moment, *place, start, stop), state.start, state.stop)
-                for moment in MOMENTS
-            })
+                for moment in MOMENTS})
     if facts["grad_scaler"] is not None:
         restore_scaler(setup.optimizer, facts["grad_scaler"])
     return list(zip(owned, chosen, strict=True)) if is_shared else ()

@@ -5,7 +5,6 @@ communicate, so with ``--async-save`` a thread writes the files while training c
 ``mm.checkpoint.training_manifest`` defines the files.
 """
 
-import dataclasses
 import secrets
 import shutil
 import threading
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing_extensions import Self
 
 from mm.checkpoint import convert
 from mm.checkpoint import training_files as files
-from mm.checkpoint.merge_lora import base_to_name, export_peft, merge, open_base, open_saved
+from mm.checkpoint.adapters import base_to_name, export_peft, merge, open_base, open_saved
 from mm.checkpoint.pipelined_write import ON_HOST, Host, HostCopies, Values
 from mm.checkpoint.training_files import ALL_KEPT, Retention
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor
@@ -69,16 +68,9 @@ class BegunSave:
 
     @classmethod
     def begin(
-        cls,
-        directory: str | Path,
-        progress: TrainingProgress,
-        setup: Setup,
-        run_facts: Mapping[str, Any],
-        *,
-        save_optim: bool = True,
-        save_rng: bool = True,
-        disks: Disks | None = None,
-    ) -> Self:
+        cls, directory: str | Path, progress: TrainingProgress, setup: Setup, run_facts: Mapping[str, Any], *,
+        save_optim: bool = True, save_rng: bool = True, disks: Disks | None = None,
+    ) -> Self:  # fmt: skip
         """Begin the checkpoint of ``progress.iteration``, together with all ranks.
 
         ``run_facts`` is for people and must be JSON-serializable.  ``disks``: those of ``directory``; by default all
@@ -101,10 +93,8 @@ class BegunSave:
         return cls(temporary, tensors, _begun_manifest(progress, setup, run_facts), facts, disks)
 
     def write(self, tensors: ToWrite, host: Host) -> list[CheckpointTensor]:
-        """Write this rank's files, in any thread, and return their tensors with checksums.
-
-        ``tensors``: those of this save, or copies of them.  Raises UserError if a file cannot be written.
-        """
+        """Write this rank's files, in any thread, and return their tensors with checksums.  ``tensors``: those of this
+        save, or copies of them.  Raises UserError if a file cannot be written."""
         return [
             written for file, of_file in groupby(tensors, lambda one: one[0].stored.file)
             for written in files.write_pieces(self.temporary, file, list(of_file), host)
@@ -152,7 +142,7 @@ class BegunSave:
                     f"{piece.stored.file}; nothing is saved. Resume from the last checkpoint, with "
                     f"--check-weights-interval 1 to find the rank and the step")
         disks = self._disks
-        return dataclasses.replace(
+        return replace(
             self.manifest,
             optimizer=_shared_optimizer_facts([facts for _, facts in gathered if facts is not None]),
             pieces=tuple(found.values()),
@@ -169,31 +159,16 @@ def _begun_manifest(
     """The manifest of ``progress``, without its tensors and the facts of the optimizer."""
     mesh = setup.mesh
     return CheckpointManifest(
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        world_size=mesh.world_size,
-        tp_size=mesh.tp_size,
-        pp_size=mesh.pp_size,
-        model=setup.stage.model,
-        optimizer=None,
-        facts=run_facts,
-        data=progress.data.to_json() if progress.data is not None else None,
-        pieces=(),
-        base=progress.base,
-        best=dataclasses.asdict(progress.best),
-        run_id=progress.run_id,
-        schedule=progress.schedule and progress.schedule.to_json(),
-        given_start=progress.given_start,
-        recent=dataclasses.asdict(progress.recent),
-    )
+        iteration=progress.iteration, consumed_samples=progress.consumed_samples, world_size=mesh.world_size,
+        tp_size=mesh.tp_size, pp_size=mesh.pp_size, model=setup.stage.model, optimizer=None, facts=run_facts,
+        data=progress.data and progress.data.to_json(), pieces=(), base=progress.base, best=asdict(progress.best),
+        run_id=progress.run_id, schedule=progress.schedule and progress.schedule.to_json(),
+        given_start=progress.given_start, recent=asdict(progress.recent))
 
 
 def _values(setup: Setup, disks: Disks) -> Mapping[str, Values]:
-    """The values of the weights that a rank at this position writes, by name.
-
-    If ranks keep shards of weights, they gather them unit by unit, all together, and those that write keep copies in
-    host memory.
-    """
+    """The values of the weights that a rank at this position writes, by name.  If ranks keep shards of weights, they
+    gather them unit by unit, all together, and those that write keep copies in host memory."""
     mesh, stage = setup.mesh, setup.stage
     if not stage.shards_weights:
         return {name: Values(parameter) for name, parameter in stage.named_parameters()}
@@ -252,9 +227,7 @@ def _planned(
 
 def _stored(setup: Setup, with_copies: bool) -> dict[str, Weight]:
     """By name, the weights that this rank's position writes, ``with_copies`` of those that another position writes.
-
-    The frozen base model of adapters is not written.
-    """
+    The frozen base model of adapters is not written."""
     mesh, saved = setup.mesh, {weight.name for weight in saved_weights(setup.stage.model)}
     return {weight.name: weight for weight in setup.stage.weights
             if (stored_name(weight) in saved if with_copies else
@@ -271,28 +244,26 @@ def _shared_optimizer_facts(of_ranks: Sequence[OptimizerFacts]) -> dict[str, Any
     return {"step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
-class WrittenSave:
-    """A save that a thread writes, from copies in host memory, while training continues.  The thread does not
-    communicate: each step's update tells all ranks whether any is still writing (``Ballot``)."""
+@dataclass(frozen=True)
+class _Pending:
+    """A save that a thread writes."""
 
-    def __init__(self, begun: BegunSave, retention: Retention, copies: ToWrite) -> None:
-        self.begun, self.retention, self.copies = begun, retention, copies
-        self.written: Future[list[CheckpointTensor]] = Future()
-
-    def run(self) -> None:
-        """Write the files, in the thread."""
-        try:
-            self.written.set_result(self.begun.write(self.copies, ON_HOST))
-        except BaseException as error:  # raised on all ranks by the commit
-            self.written.set_exception(error)
+    begun: BegunSave
+    """Without its tensors, which frees those that are copies already."""
+    retention: Retention
+    copies: ToWrite
+    """In host memory."""
+    written: Future[list[CheckpointTensor]] = field(default_factory=Future)
 
 
 class BackgroundSaves:
-    """The saves that are being written (``--async-save``): all of one iteration, so one copy in memory is enough."""
+    """The saves that threads write while training continues (``--async-save``): all of one iteration, so one copy in
+    memory is enough.  The threads do not communicate: each step's update tells all ranks whether any is still writing.
+    """
 
     def __init__(self, device: Device) -> None:
         self._copies = HostCopies(device.runtime)
-        self._pending: list[WrittenSave] = []
+        self._pending: list[_Pending] = []
 
     @property
     def iteration(self) -> int | None:
@@ -311,29 +282,28 @@ class BackgroundSaves:
 
     def begin(self, begun: BegunSave, retention: Retention, mesh: Mesh) -> None:
         """Copy the tensors and start writing.  Pending saves must be of the same iteration; they share their copy.
-
-        Raises UserError on every rank if one has too little memory.
-        """
+        Raises UserError on every rank if one has too little memory."""
         assert self.iteration in (None, begun.manifest.iteration), "the earlier save must be committed first"
         before = list(self._pending)
         copies = [values for _, values in before[0].copies] if before else together(
             mesh, lambda: self._copies.take([values for _, values in begun.tensors]))
         tensors = [(tensor, values) for (tensor, _), values in zip(begun.tensors, copies, strict=True)]
-        pending = WrittenSave(replace(begun, tensors=()), retention, tensors)  # frees those that are copies already
+        pending = _Pending(replace(begun, tensors=()), retention, tensors)
         self._pending.append(pending)
 
         def write() -> None:
             for one in before:
                 one.written.exception()  # waits, so that they do not compete for the disk
-            pending.run()
+            try:
+                pending.written.set_result(pending.begun.write(pending.copies, ON_HOST))
+            except BaseException as error:  # raised on all ranks by the commit
+                pending.written.set_exception(error)
 
         threading.Thread(target=write, name="save", daemon=True).start()
 
     def commit(self, mesh: Mesh, saved: Callable[[Path], object] = lambda _: None) -> None:
-        """Commit what is pending, together with all ranks, and tell ``saved``; waits until they are written.
-
-        Raises AgreedError, after all have been tried, if one rank could not write one of them.
-        """
+        """Commit what is pending, together with all ranks, and tell ``saved``; waits until they are written.  Raises
+        AgreedError, after all have been tried, if one rank could not write one of them."""
         pending, self._pending = self._pending, []
         problems: list[str] = []
         for one in pending:
@@ -369,7 +339,7 @@ class Saver:
         return self._background is not None and self._background.is_writing
 
     def finish(self, num_writing: float) -> None:
-        """After each step: commit what was written in the background; ``num_writing`` ranks still wrote in the step."""
+        """After each step: commit what was written, unless ``num_writing`` ranks still wrote during the step."""
         if not num_writing:
             self.commit()
 
@@ -386,10 +356,8 @@ class Saver:
             self._save(args.save, progress, Retention(args.keep_last_checkpoints, args.save_retain_interval), is_last)
 
     def commit(self) -> None:
-        """Make the checkpoints that were written in the background the newest, together with all ranks.
-
-        Waits for those that are still being written.  Raises UserError on every rank if one could not write.
-        """
+        """Wait for the background saves and make them the newest, together with all ranks.  Raises UserError on every
+        rank if one could not write."""
         if self._background is not None and self._background.iteration is not None:
             with self._saving("finishing", self._background.iteration):
                 self._background.commit(self._setup.mesh, lambda final: self._say(f"saved {final}"))
@@ -405,10 +373,8 @@ class Saver:
         self.commit()
 
     def export(self, progress: TrainingProgress, has_ended: bool) -> None:
-        """Write the model in Hugging Face format if requested and the run is finished.
-
-        For adapters: a PEFT directory, the merged model, or both.
-        """
+        """Write the model in Hugging Face format if requested and the run is finished; adapters as a PEFT directory,
+        merged, or both."""
         args = self._run.args
         targets = {flag: path for flag, path in (("--export-hf", args.export_hf),
                                                  ("--export-merged-hf", args.export_merged_hf)) if path is not None}
@@ -449,14 +415,14 @@ class Saver:
         run = self._run
         hf_dir = run.data.model_name_or_path
         if not run.model.lora.is_on:
-            convert.mm_to_hf(source, hf_dir, target).run(convert.Options())
+            convert.mm_to_hf(source, hf_dir, target).run()
         elif is_merged:
             assert base is not None, "checked before the run: there is a base model to merge with"
             opened = open_base(base["path"], run.model, qkv_order(run))
-            merge(open_saved(source), opened, hf_dir, target).run(convert.Options())
+            merge(open_saved(source), opened, hf_dir, target).run()
         else:
             name = base_to_name(base, hf_dir, run.model)
-            export_peft(open_saved(source), target, name).run(convert.Options())
+            export_peft(open_saved(source), target, name).run()
 
     @contextmanager
     def _saving(self, doing: str, iteration: int) -> Iterator[None]:

@@ -26,7 +26,7 @@ from mm.parallel.megatron import DTYPES
 from mm.parallel.zero.gradient_buffers import freed_gradients
 from mm.parallel.zero.gradient_shards import ShardedGradients
 from mm.run.optim.block_adam import MASTER, MOMENTS, BlockAdam, KeptStates, fills_weights
-from mm.weights.fp32_split import REMAINDER, split
+from mm.weights.shard import REMAINDER, split
 from mm.weights.trained import Group
 
 
@@ -53,12 +53,7 @@ def build_optimizer(
     # until BlockAdam moves them to host memory, the copies need room on the device
     with freed_gradients(models) if kept.host_share else nullcontext():
         optimizer = get_megatron_optimizer(
-            config,
-            list(models),
-            config_overrides=overrides,
-            use_gloo_process_groups=False,
-            pg_collection=None,
-        )
+            config, list(models), config_overrides=overrides, use_gloo_process_groups=False, pg_collection=None)
         assert isinstance(optimizer, ChainedOptimizer)
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -70,11 +65,8 @@ def build_optimizer(
 
 
 def _keep_states(optimizer: ChainedOptimizer, kept: KeptStates, device: Device) -> None:
-    """Let the optimizer keep its states as ``kept`` says.
-
-    megatron's own options do not: its 16-bit states need TransformerEngine's kernel, and states in host memory are
-    updated there, by another kernel.
-    """
+    """Let the optimizer keep its states as ``kept`` says.  megatron's own options do not: its 16-bit states need
+    TransformerEngine's kernel, and states in host memory are updated there, by another kernel."""
     chained: Any
     for chained in optimizer.chained_optimizers:
         if not chained.is_stub_optimizer:
@@ -97,7 +89,7 @@ def _take_gradients_from(optimizer: ChainedOptimizer, models: Sequence[Distribut
     """Let the optimizer read the gradients of its parts of the weights from their shards, if ``models`` keep shards;
     megatron reads them from its buffers."""
     shards = {weight: shard for model in models if isinstance(model, ShardedGradients)
-              for unit in model.units for weight, shard in unit.shards()}  # fmt: skip
+              for bucket in model.gradient_buckets for weight, shard in bucket.shards()}  # fmt: skip
 
     def take(chained: Any) -> None:
         pairs = zip(chain(*chained.model_float16_groups, *chained.model_fp32_groups),
@@ -193,10 +185,8 @@ class OwnedState:
         return {kind: tensor.detach().reshape(-1) for kind, tensor in found.items()}
 
     def restored(self) -> list[Tensor]:
-        """The tensors that ``restore_master`` and ``restore_moments`` fill, for a broadcast.
-
-        int16 is viewed as bytes, because NCCL does not support it.
-        """
+        """The tensors that ``restore_master`` and ``restore_moments`` fill, for a broadcast.  int16 is viewed as bytes,
+        because NCCL does not support it."""
         weight, kept = self._weight, list(self.tensors().values())
         some = [*kept, weight] if weight is not None else kept
         return [one.view(torch.uint8) if one.dtype == torch.int16 else one for one in some]
@@ -213,10 +203,8 @@ class OwnedState:
             self.optimizer.state[self.main][REMAINDER].view(-1).copy_(remainder)
 
     def restore_moments(self, step: int, moments: dict[str, Tensor] | None) -> None:
-        """Install flat moments in the form and the dtypes that the optimizer itself would create.
-
-        None allocates memory for them, which the caller fills.
-        """
+        """Install flat moments in the form and the dtypes that the optimizer itself would create.  None allocates
+        memory for them, which the caller fills."""
         before = self.optimizer.state.get(self.main, {})
         state: dict[str, Tensor] = {kind: before[kind] for kind in (MASTER, REMAINDER) if kind in before}
         if isinstance(self.optimizer, torch.optim.Adam):

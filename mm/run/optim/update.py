@@ -29,17 +29,12 @@ _NORM_EPSILON = 1e-6
 """Added to the gradient norm before dividing the maximum norm by it, as in Megatron and torch."""
 
 
-class Ballot:
-    """Makes the votes of this rank that ``update`` sums over all ranks."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def of(self, votes: Sequence[bool]) -> Tensor:
-        """1 for yes, as fp32 numbers on the device.  The host does not wait for work queued there."""
-        if not any(votes):  # nearly always, so without a copy
-            return torch.zeros(len(votes), device=self._device.torch_device)
-        return self._device.copy(torch.tensor(votes, dtype=torch.float32))
+def votes_on(device: Device, votes: Sequence[bool]) -> Tensor:
+    """The votes of this rank, which ``update`` sums over all ranks: fp32 numbers on the device, 1 for yes.  The host
+    does not wait for work queued there."""
+    if not any(votes):  # nearly always, so without a copy
+        return torch.zeros(len(votes), device=device.torch_device)
+    return device.copy(torch.tensor(votes, dtype=torch.float32))
 
 
 @torch.no_grad()
@@ -70,7 +65,8 @@ def update(
     numbers = torch.cat([sums, *scale])
     is_folded = not overflowed and clips_in_adam(optimizer, device)
     on_host = device.runtime.start_copying_back(numbers) if is_folded else lambda: numbers
-    max_squares = math.inf if max_norm is None else _rounded(max_norm * max_norm)  # ** would raise OverflowError
+    max_squares = math.inf if max_norm is None else float(  # in fp32, which a device and the host compare alike
+        torch.tensor(max_norm * max_norm, dtype=torch.float32))  # ** would raise OverflowError
     if is_folded:
         _step_folded(inner, sums, max_squares)
     loss_sum, squares, *more = on_host().tolist()
@@ -91,9 +87,7 @@ def update(
 
 def clips_in_adam(optimizer: ChainedOptimizer, device: Device) -> bool:
     """Whether Adam's kernel does clipping and guard: torch's fused kernel, on devices where it supports them.
-
-    ``mm.device.shims`` makes megatron use torch's kernel.
-    """
+    ``mm.device.shims`` makes megatron use torch's kernel."""
     return device.platform.adam_obeys_scale and all(
         isinstance(one.optimizer, torch.optim.Adam) and all(group["fused"] for group in one.param_groups)
         for one in _trained(optimizer)
@@ -129,10 +123,8 @@ def _summands(loss: Tensor, inner: Sequence[Any], mesh: Mesh, votes: Tensor | No
 
 
 def gradients_for_norm(chained: Any) -> list[Tensor]:
-    """The gradients of an optimizer that count on this rank, by megatron's rules.
-
-    Its own method is ``get_main_grads_for_grad_norm`` up to megatron-core 0.18, ``get_grads_for_grad_norm`` in 0.19.
-    """
+    """The gradients of an optimizer that count on this rank, by megatron's rules.  Its own method is
+    ``get_main_grads_for_grad_norm`` up to megatron-core 0.18, ``get_grads_for_grad_norm`` in 0.19."""
     return [one.grad for one in chained.get_parameters() if one.grad is not None and param_is_not_shared(one)
             and param_is_not_tensor_parallel_duplicate(one)]
 
@@ -140,11 +132,6 @@ def gradients_for_norm(chained: Any) -> list[Tensor]:
 def _counted(value: Tensor, counts: bool) -> Tensor:
     """The value, or 0 if another rank counts it; values that are not finite are kept on every rank."""
     return value if counts else torch.where(value.isfinite(), 0.0, value)
-
-
-def _rounded(value: float) -> float:
-    """The nearest fp32 number, which a device and the host compare alike."""
-    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _fault(loss: float, squares: float, max_squares: float) -> str:
@@ -159,10 +146,8 @@ def _fault(loss: float, squares: float, max_squares: float) -> str:
 
 
 def _step_folded(inner: Sequence[Any], sums: Tensor, max_squares: float) -> None:
-    """Adam with clipping and guard in its kernel, without a host read.
-
-    ``found_inf`` of exactly 1 leaves weights, moments and step count unchanged.
-    """
+    """Adam with clipping and guard in its kernel, without a host read.  ``found_inf`` of exactly 1 leaves weights,
+    moments and step count unchanged."""
     is_bad = ~sums.isfinite().all()
     if max_squares < math.inf:
         is_bad |= sums[1] > max_squares

@@ -1,9 +1,7 @@
-"""A run's log line, metrics.jsonl, experiment trackers, and resolved configuration.
+"""What a run reports on its last rank, as Megatron does: log lines, ``metrics.jsonl``, ``run.json``, and trackers.
 
 The log line has MindSpeed-MM's format, because its users' scripts parse it with awk.  docs/metrics.md says what each
 field of the rows means.
-
-Experiment trackers: TensorBoard, Weights & Biases, SwanLab.  Each is an optional package.
 """
 
 import json
@@ -13,106 +11,30 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
+from mm.batch import StepPlan, samples_text
 from mm.config.args import Arguments
+from mm.config.run import Run, resolved
 from mm.console import duration
-from mm.errors import UserError, writing
+from mm.cost.stage_memory import stage_peaks, stage_sizes
+from mm.device.device import device_facts, sdpa_backend
+from mm.errors import UserError, counted, writing
 from mm.files import FACTS_FILE, METRICS_FILE, json_object, read_regular, regular, whole_lines, write_whole
-from mm.page.pages import write_run_page
+from mm.model import flops
+from mm.page import write_run_page
+from mm.parallel.agreement import all_of
+from mm.run.optim.update import clips_in_adam
+from mm.run.progress import Say, StepResult
+from mm.run.schedule import Schedule
+from mm.run.step import Setup
 from mm.run.watch.step_timing import SlowRank
-from mm.timeline.spans import TIMED, label, seconds_key
-
-_BOARD = "--tensorboard-dir"
-
-
-class Tracker(Protocol):
-    """Accepts numbers by name; there may be several calls per iteration."""
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Writes event files."""
-
-    def __init__(self, directory: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._directory = directory
-        with writing(directory, _BOARD):
-            self._writer: Any = SummaryWriter(directory)
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        with writing(self._directory, _BOARD):  # also raises errors of the writer's thread
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, iteration)
-
-    def close(self) -> None:
-        with writing(self._directory, _BOARD):
-            self._writer.close()
-
-
-class Online:
-    """A run in Weights & Biases, with Megatron's flags, or in SwanLab, which has the same API.
-
-    Their environment variables (WANDB_MODE, WANDB_API_KEY, SWANLAB_MODE and so on) apply.
-    """
-
-    def __init__(self, package: str, title: str, begin: Callable[[], Any], refusal: type[Exception]) -> None:
-        """Call ``begin``; raises UserError if it raises a ``refusal``, without a login or network."""
-        try:
-            self._run: Any = begin()
-        except refusal as error:
-            raise UserError(
-                f"--{package}-project: {title} cannot start ({error}); log in with {package} login, set "
-                f"{package.upper()}_MODE=offline to upload later with {package} sync, or leave the flag out") from error
-
-    def log(self, values: Mapping[str, float], iteration: int) -> None:
-        self._run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def open_trackers(args: Arguments, facts: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers that the flags select; ``facts`` describe the run."""
-    trackers: list[Tracker] = []
-    if args.tensorboard_dir is not None:
-        trackers.append(TensorBoard(args.tensorboard_dir))
-    if args.wandb_project is not None:
-        wandb: Any = import_module("wandb")
-        folder = _made(args.wandb_save_dir or args.log_dir)  # without it wandb writes below the system's /tmp
-        trackers.append(Online("wandb", "Weights & Biases", lambda: wandb.init(
-            project=args.wandb_project, name=args.wandb_exp_name, dir=folder, config=dict(facts)), wandb.Error))
-    if args.swanlab_project is not None:
-        swanlab: Any = import_module("swanlab")
-        logs = _made(args.swanlab_save_dir or str(Path(args.log_dir) / "swanlog"))
-        trackers.append(Online("swanlab", "SwanLab", lambda: swanlab.init(
-            project=args.swanlab_project, name=args.swanlab_exp_name, log_dir=logs, config=dict(facts)), RuntimeError))
-    return trackers
-
-
-def _made(directory: str) -> str:
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-def tracker_problems(args: Arguments) -> Iterator[str]:
-    """Problems with packages that the flags need but that are not installed."""
-    flags = {"tensorboard": ("--tensorboard-dir", args.tensorboard_dir),
-             "wandb": ("--wandb-project", args.wandb_project), "swanlab": ("--swanlab-project", args.swanlab_project)}
-    for package, (flag, value) in flags.items():
-        found = find_spec(package)  # a folder of that name, which wandb creates for its files, has no origin
-        if value is not None and (found is None or found.origin is None):
-            yield (f"{flag} needs the package {package}, which is not installed; install it with pip install "
-                   f"{package}, or leave the flag out")
-
+from mm.run.watch.trackers import open_trackers
+from mm.run.watch.watcher import Step
+from mm.timeline import TIMED, label, seconds_key
+from mm.weights.trained import group_facts
 
 _FLAG = "--log-dir"
 _NUM_TIMED = 100
@@ -189,82 +111,93 @@ class SpikeMetrics:
     samples: tuple[int, ...]
 
 
-def score_line(found: ScoreMetrics, benchmark: str) -> str:
-    """The log line of a score, like ``validation_line``."""
-    fields = [
-        f"validation score at iteration {found.iteration}",
-        f"{benchmark}: {found.validation_score_percent:.2f}%",
-        f"questions: {found.num_questions}",
-        f"truncated answers: {found.num_truncated_answers}",
-        f"elapsed time (ms): {1000 * found.answer_seconds:.1f}",
-    ]
-    return f" {' | '.join(fields)} |"
+class Reporter:
+    """Writes the run's file, metrics and log lines on the last rank; on the others, nothing."""
+
+    def __init__(self, run: Run, setup: Setup, schedule: Schedule, first_iteration: int, say: Say) -> None:
+        """``first_iteration``: the iteration that the run continues from; rows of later ones are dropped."""
+        self._run, self._setup, self._say = run, setup, say
+        self._writer = None
+        mesh, placement = setup.mesh, run.model.placement()
+        if mesh.rank == mesh.world_size - 1:
+            facts = {**resolved(run), "schedule": schedule.to_json(), "ran_on": _ran_on(run, setup),
+                     "optimizer_groups": group_facts(run.args, run.model), "started_at": _now(),
+                     "predicted_peak_bytes": stage_peaks(run, placement, stage_sizes(run, placement))}
+            self._writer = MetricsWriter(run.args, facts, first_iteration, say)
+
+    def report_step(self, step: Step) -> None:
+        """Report a step as the watchers have measured it."""
+        progress, result, seconds = step.progress, step.result, step.seconds
+        run, totals, mesh, device = self._run, step.plan.totals, self._setup.mesh, self._setup.stage.device
+        if totals.num_target_tokens == 0:
+            self._say(f"note: iteration {progress.iteration} has no target token: its loss is 0. Check the roles of "
+                      f"the samples, and whether --seq-length {run.args.seq_length} cuts answers off")
+        if totals.num_omitted_images:
+            self._say(f"note: iteration {progress.iteration}: {counted(totals.num_omitted_images, 'image')} omitted, "
+                      f"because --seq-length {run.args.seq_length} would have cut them")
+        if self._writer is None:
+            return
+        peak = device.peak_flops
+        rate = flops.training_flops(run.model, totals) / seconds / mesh.world_size
+        self._writer.write(StepMetrics(
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples, epoch=step.epoch,
+            loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, loss_scale=result.loss_scale,
+            updated=result.updated, step_seconds=seconds, global_batch_size=run.global_batch_size,
+            num_tokens=totals.num_tokens, num_target_tokens=totals.num_target_tokens, num_patches=totals.num_patches,
+            num_images=totals.num_images, num_omitted_images=totals.num_omitted_images,
+            num_cached_images=totals.num_cached_images if run.args.vision_feature_cache else None,
+            tokens_per_second_per_device=totals.num_tokens / seconds / mesh.world_size,
+            model_flops_per_second_per_device=rate, mfu=rate / peak if peak else None,
+            max_memory_bytes=device.runtime.max_memory_bytes(), **step.measured))
+        for line in step.lines:
+            self._say(line)
+
+    def report_spike(self, iteration: int, plan: StepPlan, result: StepResult, why: str) -> None:
+        """Report a step that is bad or a spike, with the samples of all replicas; nothing if ``why`` is empty."""
+        if not why:
+            return
+        mesh, own = self._setup.mesh, tuple(number for one in plan.microbatches for number in one.samples)
+        found = dict(all_of(((mesh.dp_rank, own),), mesh.control_group))
+        samples = tuple(number for rank in sorted(found) for number in found[rank])
+        does = "is skipped" if result.fault else "is a spike"
+        self._say(f"note: iteration {iteration} {does}: {why}{samples_text(samples)}")
+        if self._writer is not None:
+            self._writer.write_spike(
+                SpikeMetrics(iteration, why, not result.updated, result.loss, result.grad_norm, samples))
+
+    def report_validation(self, found: ValidationMetrics) -> None:
+        """Report a validation."""
+        if found.validation_loss is None:
+            self._say(f"note: the validation after iteration {found.iteration} has no loss: " + (
+                "it is not finite" if found.num_target_tokens else "no sample can be used"))
+        if self._writer is not None:
+            self._writer.write_validation(found)
+
+    def report_score(self, found: ScoreMetrics, benchmark: str) -> None:
+        """Report the score of the model's answers to ``benchmark``."""
+        if self._writer is not None:
+            self._writer.write_score(found, benchmark)
+
+    def close(self, iteration: int, how: str) -> None:
+        """Close the files; ``how`` the run ends goes to the run's file."""
+        if self._writer is not None:
+            self._writer.close({"at": _now(), "iteration": iteration, "how": how})
 
 
-def validation_line(found: ValidationMetrics) -> str:
-    """The log line of a validation, in Megatron's format."""
-    loss = math.nan if found.validation_loss is None else found.validation_loss
-    best = "none" if found.best_validation_loss is None else (
-        f"{found.best_validation_loss:.6E} at iteration {found.best_iteration}")
-    fields = [
-        f"validation loss at iteration {found.iteration}",
-        f"loss value: {loss:.6E}",
-        f"loss PPL: {math.exp(min(loss, _MAX_EXPONENT)):.6E}",
-        f"best: {best}",
-        f"samples: {found.num_samples}",
-        f"target tokens: {found.num_target_tokens}",
-        f"elapsed time (ms): {1000 * found.validation_seconds:.1f}",
-    ]
-    return f" {' | '.join(fields)} |"
+def _now() -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
-def log_line(
-    steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool,
-    seconds_left: float | None = None,
-) -> str:
-    """The log line of a step, in MindSpeed-MM's format: the last of ``steps``, with time and loss averaged over all.
-
-    Field 5 between colons must begin with the elapsed time; the timestamp's two colons count.
-    """
-    step = steps[-1]
-    elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
-    loss = fmean([one.loss for one in steps if math.isfinite(one.loss)] or [math.nan])
-    tokens_per_sample = step.num_tokens / max(step.global_batch_size, 1)
-    fields = [
-        f"iteration {step.iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {step.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
-        *([f"throughput per GPU (TFLOP/s/GPU): {step.model_flops_per_second_per_device / 1e12:.1f}"] * log_throughput),
-        f"learning rate: {step.lr:.6E}",
-        f"global batch size: {step.global_batch_size:5d}",
-        *([f"tokens per sample: {tokens_per_sample:.1f}"] * log_tps),
-        f"loss: {loss:.6E}",
-        f"loss scale: {step.loss_scale:.1f}",
-        f"grad norm: {step.grad_norm:.3f}",
-        f"number of skipped iterations: {sum(not one.updated for one in steps):3d}",
-        f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in steps):3d}",
-        *_timers(steps),
-        *_cached(steps),
-        *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
-        *([] if seconds_left is None else [f"time left: {duration(seconds_left)}"]),
-    ]
-    return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
-
-
-def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
-    """With --log-timers: means over ``steps``, such as "most of any rank (ms): ViT forward 12.0, backward 30.1"."""
-    timed = [one.timers for one in steps if one.timers is not None]
-    if timed:
-        means = (f"{label(work)} {1000 * fmean(one[seconds_key(work)] for one in timed):.1f}" for work in TIMED)
-        yield f"most of any rank (ms): {', '.join(means)}"
-
-
-def _cached(steps: Sequence[StepMetrics]) -> Iterator[str]:
-    """With --vision-feature-cache: sums over ``steps``, such as "images from the cache: 30 of 40"."""
-    counts = [(one.num_cached_images, one.num_images) for one in steps if one.num_cached_images is not None]
-    if counts:
-        yield "images from the cache: {} of {}".format(*map(sum, zip(*counts, strict=True)))
-
+def _ran_on(run: Run, setup: Setup) -> dict[str, Any]:
+    """Device, versions and kernels of this rank, for the run's file."""
+    vision, language, tp_size = run.model.vision, run.model.language, run.tp_size
+    towers = {"vision": (vision.num_attention_heads, vision.num_attention_heads, vision.head_dim, False),
+              "language": (language.num_attention_heads, language.num_query_groups, language.kv_channels, True)}
+    device, dtype = setup.stage.device, setup.stage.config.params_dtype
+    sdpa = {name: sdpa_backend(device, dtype, heads // tp_size, kv_heads // tp_size, head_dim, causal)
+            for name, (heads, kv_heads, head_dim, causal) in towers.items()}
+    adam = next((one.optimizer for one in setup.optimizer.chained_optimizers), None)
+    return {**device_facts(device, adam), "sdpa": sdpa, "clips_in_adam": clips_in_adam(setup.optimizer, device)}
 
 
 class MetricsWriter:
@@ -272,9 +205,9 @@ class MetricsWriter:
 
     def __init__(self, args: Arguments, resolved: Mapping[str, Any], first_iteration: int,
                  say: Callable[[str], None] = print) -> None:
-        """Open the files in ``args.log_dir``; ``say`` reports that the page cannot be written.
+        """Open the files in ``args.log_dir``; a resumed run drops the rows of iterations that it will repeat, and a new
+        run moves an earlier run's file aside.
 
-        A resumed run drops the rows of iterations that it will repeat; a new run moves an earlier run's file aside.
         This and the other methods raise UserError naming a file that cannot be written.
         """
         self._args, self._say = args, say
@@ -282,6 +215,7 @@ class MetricsWriter:
         self._step_seconds: deque[float] = deque(maxlen=_NUM_TIMED)
         directory = Path(args.log_dir)
         self._facts, self._facts_path, self._path = resolved, directory / FACTS_FILE, directory / METRICS_FILE
+        self._lines_path = directory / "train.log"
         with writing(self._facts_path, _FLAG):
             write_whole(self._facts_path, _facts_text(resolved).encode())
         with writing(self._path, _FLAG):
@@ -300,7 +234,12 @@ class MetricsWriter:
         args = self._args
         if step.iteration % args.log_interval == 0:
             left = (args.train_iters - step.iteration) * median(self._step_seconds)
-            print(log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput, left), flush=True)
+            line = log_line(self._since_line, args.train_iters, args.log_tps, args.log_throughput, left)
+            if args.log_style == "short":
+                with writing(self._lines_path, _FLAG), open(self._lines_path, "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+                line = short_line(self._since_line, args.train_iters, left)
+            print(line, flush=True)
             self._since_line.clear()
 
     def write_validation(self, found: ValidationMetrics) -> None:
@@ -345,21 +284,13 @@ class MetricsWriter:
             tracker.close()
 
 
-def step_rows(log_dir: Path) -> list[dict[str, Any]]:
-    """The rows of the steps of a run that has ended, in order; raises OSError naming a file that cannot be read."""
-    rows = map(json_object, whole_lines((log_dir / METRICS_FILE).read_bytes()))
-    return [row for row in rows if row["kind"] == "step"]
-
-
 def _facts_text(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts, indent=2) + "\n"
 
 
 def _keep_before(path: Path, iteration: int) -> None:
-    """Keep the rows up to ``iteration`` in a resumed run's file; a new run (iteration 0) moves the file aside.
-
-    The file is replaced atomically.
-    """
+    """Keep the rows up to ``iteration`` in a resumed run's file; a new run (iteration 0) moves the file aside.  The
+    file is replaced atomically."""
     if not path.exists():
         return
     content = read_regular(path)
@@ -373,3 +304,83 @@ def _keep_before(path: Path, iteration: int) -> None:
         raise UserError(f"{path} is damaged ({error}); move it away, then the run writes a new one") from error
     if kept != content:
         write_whole(path, kept, syncs=True)
+
+
+# The lines of the log
+
+
+def score_line(found: ScoreMetrics, benchmark: str) -> str:
+    """The log line of a score, like ``validation_line``."""
+    return (f" validation score at iteration {found.iteration} | {benchmark}: {found.validation_score_percent:.2f}% | "
+            f"questions: {found.num_questions} | truncated answers: {found.num_truncated_answers} | "
+            f"elapsed time (ms): {1000 * found.answer_seconds:.1f} |")
+
+
+def validation_line(found: ValidationMetrics) -> str:
+    """The log line of a validation, in Megatron's format."""
+    loss = math.nan if found.validation_loss is None else found.validation_loss
+    best = "none" if found.best_validation_loss is None else (
+        f"{found.best_validation_loss:.6E} at iteration {found.best_iteration}")
+    return (f" validation loss at iteration {found.iteration} | loss value: {loss:.6E} | "
+            f"loss PPL: {math.exp(min(loss, _MAX_EXPONENT)):.6E} | best: {best} | samples: {found.num_samples} | "
+            f"target tokens: {found.num_target_tokens} | elapsed time (ms): {1000 * found.validation_seconds:.1f} |")
+
+
+def log_line(
+    steps: Sequence[StepMetrics], train_iters: int, log_tps: bool, log_throughput: bool,
+    seconds_left: float | None = None,
+) -> str:
+    """The log line of a step, in MindSpeed-MM's format: the last of ``steps``, with time and loss averaged over all.
+    Field 5 between colons must begin with the elapsed time; the timestamp's two colons count."""
+    step = steps[-1]
+    elapsed_ms = 1000 * fmean(one.step_seconds for one in steps)
+    loss = fmean([one.loss for one in steps if math.isfinite(one.loss)] or [math.nan])
+    tokens_per_sample = step.num_tokens / max(step.global_batch_size, 1)
+    fields = [
+        f"iteration {step.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {step.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
+        *([f"throughput per GPU (TFLOP/s/GPU): {step.model_flops_per_second_per_device / 1e12:.1f}"] * log_throughput),
+        f"learning rate: {step.lr:.6E}",
+        f"global batch size: {step.global_batch_size:5d}",
+        *([f"tokens per sample: {tokens_per_sample:.1f}"] * log_tps),
+        f"loss: {loss:.6E}",
+        f"loss scale: {step.loss_scale:.1f}",
+        f"grad norm: {step.grad_norm:.3f}",
+        f"number of skipped iterations: {sum(not one.updated for one in steps):3d}",
+        f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in steps):3d}",
+        *_timers(steps),
+        *_cached(steps),
+        *([] if step.epoch is None else [f"epoch: {step.epoch:.3f}"]),
+        *([] if seconds_left is None else [f"time left: {duration(seconds_left)}"]),
+    ]
+    return f" [{datetime.now():%Y-%m-%d %H:%M:%S}] " + " | ".join(fields) + " |"
+
+
+def short_line(steps: Sequence[StepMetrics], train_iters: int, seconds_left: float) -> str:
+    """The line of ``--log-style short``: at most 120 columns; loss and speed are means over ``steps``."""
+    step, loss = steps[-1], fmean([one.loss for one in steps if math.isfinite(one.loss)] or [math.nan])
+    skipped = sum(not one.updated for one in steps)
+    fields = [
+        f"step {step.iteration}/{train_iters}", f"loss {loss:.4f}", f"grad norm {step.grad_norm:.3g}",
+        f"lr {step.lr:.3g}", f"{fmean(one.tokens_per_second_per_device for one in steps):,.0f} tokens/s/device",
+        *([f"{step.max_memory_bytes / 2**30:.1f} GiB"] if step.max_memory_bytes else []),
+        *([] if step.epoch is None else [f"epoch {step.epoch:.2f}"]), f"{duration(seconds_left)} left",
+        *([f"{skipped} skipped"] if skipped else []),
+    ]  # fmt: skip
+    return " | ".join(fields)
+
+
+def _timers(steps: Sequence[StepMetrics]) -> Iterator[str]:
+    """With --log-timers: means over ``steps``, such as "most of any rank (ms): ViT forward 12.0, backward 30.1"."""
+    timed = [one.timers for one in steps if one.timers is not None]
+    if timed:
+        means = (f"{label(work)} {1000 * fmean(one[seconds_key(work)] for one in timed):.1f}" for work in TIMED)
+        yield f"most of any rank (ms): {', '.join(means)}"
+
+
+def _cached(steps: Sequence[StepMetrics]) -> Iterator[str]:
+    """With --vision-feature-cache: sums over ``steps``, such as "images from the cache: 30 of 40"."""
+    counts = [(one.num_cached_images, one.num_images) for one in steps if one.num_cached_images is not None]
+    if counts:
+        yield "images from the cache: {} of {}".format(*map(sum, zip(*counts, strict=True)))

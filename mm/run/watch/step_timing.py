@@ -27,7 +27,7 @@ from mm.parallel.agreement import by_rank
 from mm.parallel.health.heartbeat import ranks_text
 from mm.parallel.mesh import Mesh
 from mm.run.watch.watcher import Step, Watcher
-from mm.timeline.spans import WAITS
+from mm.timeline import WAITS
 
 _NUM_NAMED = 3
 """Slowest ranks that the log names."""
@@ -72,10 +72,8 @@ class SlowRank:
 
 
 def compare(places: Sequence[RankPlace], own_seconds: Sequence[float]) -> tuple[SlowRank, ...]:
-    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.
-
-    ``places`` and ``own_seconds`` are by rank.
-    """
+    """All ranks, as tensor- and context-parallel groups, slowest first; empty if there is only one group.  ``places``
+    and ``own_seconds`` are by rank."""
     groups: dict[tuple[int, int], list[RankPlace]] = defaultdict(list)
     for place in places:
         groups[place.stage, place.replica].append(place)
@@ -139,8 +137,10 @@ class StepTiming(Watcher):
     """A listener that measures this rank's steps from the second on, because the first compiles kernels.  At steps with
     a log line, all ranks compare their own times and their peak memory."""
 
-    def __init__(self, mesh: Mesh, device: Device, log_interval: int, slow_rank_share: float) -> None:
-        """Collective over all ranks."""
+    def __init__(self, mesh: Mesh, device: Device, log_interval: int, slow_rank_share: float,
+                 names_slowest: bool = True) -> None:
+        """Collective over all ranks.  ``names_slowest``: with each log line, not only in notes."""
+        self._names_slowest = names_slowest
         self._mesh, self._device, self._log_interval = mesh, device, log_interval
         self._depth = 0
         """Number of waits and pauses that have begun and not ended; the outermost counts."""
@@ -170,17 +170,17 @@ class StepTiming(Watcher):
 
     def _enter(self, what: Work | str) -> None:
         if self._events and not self._depth:
-            self._events.append((self._device.runtime.mark(), what))
+            self._events.append((self._device.runtime.record_event(), what))
         self._depth += 1
 
     def _leave(self) -> None:
         self._depth -= 1
         if self._events and not self._depth:
-            self._events.append((self._device.runtime.mark(), _OWN))
+            self._events.append((self._device.runtime.record_event(), _OWN))
 
     def after(self, step: Step) -> None:
         """The host has read the step's gradient norm, so the device has passed the step before."""
-        boundary = (self._device.runtime.mark(), _PAUSE if self._depth else _OWN)
+        boundary = (self._device.runtime.record_event(), _PAUSE if self._depth else _OWN)
         if self._ended is not None:
             self._add(*self._ended)
         self._ended = ([*self._events, boundary], step.own_data_seconds) if self._events else None
@@ -211,4 +211,5 @@ class StepTiming(Watcher):
         self._own_seconds, self._seconds, self._num_steps = 0.0, 0.0, 0
         if num_steps and (slowest := compare(self._places, [one / num_steps for one in own_seconds])):
             step.measured |= {"slowest_rank_share": slowest[0].share, "slowest_ranks": slowest[:_NUM_NAMED]}
-            step.lines += [slowest_line(slowest, num_steps), *self._notes.after(num_steps, seconds, own_seconds)]
+            step.lines += [*[slowest_line(slowest, num_steps)] * self._names_slowest,
+                           *self._notes.after(num_steps, seconds, own_seconds)]

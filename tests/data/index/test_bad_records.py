@@ -14,10 +14,9 @@ import pytest
 import torch
 from pyarrow import Table, parquet
 
-from mm.data.encode.encoder import SampleEncoder
-from mm.data.index.dataset import Dataset
-from mm.data.index.fingerprint import changed
-from mm.data.index.measure import Gauge
+from mm.data.encode import SampleEncoder
+from mm.data.index.dataset import Dataset, changed
+from mm.data.index.index import Measure
 from mm.data.loader.loader import StepLoader
 from mm.data.loader.quarantine import LEDGER, Quarantine
 from mm.errors import UserError
@@ -44,7 +43,7 @@ def opened(tmp_path, hf_directory, model_config):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         data = data_config(hf_directory, tmp_path, path, **changes)
-        return Dataset(data, skips_bad, Gauge.from_config(data, model_config, seq_length))
+        return Dataset(data, skips_bad, Measure.from_config(data, model_config, seq_length))
 
     return dataset
 
@@ -258,7 +257,7 @@ def test_42_damaged_videos_are_listed_once_each_and_the_others_are_trained_on(op
 def test_28_an_edited_file_counts_as_changed_data(opened, tmp_path):
     first = opened(lines(GOOD, GOOD))
     second = opened(lines(GOOD, record("Hi", "HELLO")))
-    assert list(changed(first.contents(), second.contents())) == [
+    assert list(changed(first.fingerprints(), second.fingerprints())) == [
         f"{tmp_path}/data.json has changed (2 then, 2 now)"]
     with pytest.raises(UserError, match="has changed since this run checked it"):
         first[0]

@@ -13,8 +13,7 @@ import pytest
 from mm.batch import BatchTotals
 from mm.data.index import dataset as sample_files
 from mm.data.index.dataset import Dataset
-from mm.data.index.index import Checker
-from mm.data.index.measure import Gauge
+from mm.data.index.index import Checker, Measure
 from mm.data.loader.loader import StepLoader
 from mm.data.sample import Lengths
 from mm.errors import UserError
@@ -47,13 +46,13 @@ def cached(write_dataset, tmp_path):
 @pytest.mark.parametrize("seq_length", [4096, 90, 60, 45])
 def test_the_lengths_equal_the_encoders(cached, model_config, seq_length, changes):
     data = cached([*RECORDS, {"messages": [("system", "a"), ("user", "b"), ("assistant", "c")]}], **changes)
-    gauge = Gauge.from_config(data, model_config, seq_length)
-    dataset = Dataset(data, skips_bad=True, gauge=gauge)
+    measure = Measure.from_config(data, model_config, seq_length)
+    dataset = Dataset(data, skips_bad=True, measure=measure)
     assert len(dataset) + dataset.num_too_long >= 3 and (data.drops_turns or not dataset.num_too_long)
     assert seq_length != 4096 or not (dataset.column("num_dropped_tokens").any() or dataset.num_too_long)
-    whole = Dataset(data, gauge=Gauge.from_config(data, model_config, 4096)).lengths.num_tokens
+    whole = Dataset(data, measure=Measure.from_config(data, model_config, 4096)).lengths.num_tokens
     for number in range(len(dataset)):
-        microbatch = gauge.encoder.encode(dataset[number])
+        microbatch = measure.encoder.encode(dataset[number])
         totals = BatchTotals.of([microbatch], model_config.vision)
         row = {name: int(values[number]) for name, values in vars(dataset.lengths).items()}
         assert row == {
@@ -73,10 +72,10 @@ def test_the_lengths_of_a_video_equal_the_encoders(cached, model_config, tmp_pat
              "videos": [str(tmp_path / "clip.mp4")]}
     data = cached([RECORDS[0], shown], video_max_pixels=96 * 96)
     data = replace(data, attr=replace(data.attr, videos="videos"))
-    gauge = Gauge.from_config(data, model_config, 4096)
+    measure = Measure.from_config(data, model_config, 4096)
     for _ in range(2):  # the second time from the index
-        dataset = Dataset(data, gauge=gauge)
-        totals = BatchTotals.of([gauge.encoder.encode(dataset[1])], model_config.vision)
+        dataset = Dataset(data, measure=measure)
+        totals = BatchTotals.of([measure.encoder.encode(dataset[1])], model_config.vision)
         lengths = dataset.lengths
         assert (lengths.num_tokens[1], lengths.num_target_tokens[1]) == (totals.num_tokens, totals.num_target_tokens)
         assert (lengths.num_media[1], lengths.num_patches[1]) == (totals.num_images, totals.num_patches)
@@ -89,9 +88,9 @@ def test_several_processes_give_the_same_index_as_one(cached, model_config, monk
     monkeypatch.setattr("mm.data.records.records.BLOCK_BYTES", 4096)
     records = [{**record, "solution": "x"} if record is RECORDS[1] else record for record in RECORDS]
     data = cached([*records, {"messages": [("user", "no answer")]}] * 120, preprocessing_num_workers=1)
-    gauge = Gauge.from_config(data, model_config, 4096)
-    alone = Dataset(data, True, gauge)
-    together = Dataset(replace(data, preprocessing_num_workers=2, overwrite_cache=True), True, gauge)
+    measure = Measure.from_config(data, model_config, 4096)
+    alone = Dataset(data, True, measure)
+    together = Dataset(replace(data, preprocessing_num_workers=2, overwrite_cache=True), True, measure)
     assert len(alone) == len(together) == 120 * len(RECORDS) and together.skipped == alone.skipped
     assert len(alone.skipped) == 120 and alone.skipped[-1].message().startswith(f"{tmp_path}/data.json:")
     for name, values in vars(alone.lengths).items():
@@ -99,22 +98,22 @@ def test_several_processes_give_the_same_index_as_one(cached, model_config, monk
     assert together[500] == alone[500]
     note = (f"120 records, the first is {tmp_path}/data.json: record 1: nothing reads 'solution'; docs/data.md lists "
             f"the keys that are read")
-    assert alone.notes == together.notes == Dataset(data, True, gauge).notes == [note]
+    assert alone.notes == together.notes == Dataset(data, True, measure).notes == [note]
     copy = pickle.loads(pickle.dumps(together))
     assert copy[499] == alone[499] and (copy.lengths.num_tokens == alone.lengths.num_tokens).all()
     assert isinstance(copy.lengths, Lengths)
-    assert len(pickle.dumps((gauge, together))) - len(pickle.dumps(gauge)) < 10_000
+    assert len(pickle.dumps((measure, together))) - len(pickle.dumps(measure)) < 10_000
     few = cached([{**RECORDS[0], f"key {number}": 1} for number in range(50)])
-    found = Dataset(few, gauge=gauge).notes
+    found = Dataset(few, measure=measure).notes
     assert len(found) == 21 and found[-1].startswith("30 records, the first is ")
 
 
 def test_one_of_several_creates_it(cached, model_config, made):
     """The others wait; each then maps the same file."""
     data = cached(RECORDS * 20, preprocessing_num_workers=1)
-    gauge = Gauge.from_config(data, model_config, 4096)
+    measure = Measure.from_config(data, model_config, 4096)
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda _: Dataset(data, gauge=gauge), range(3)))
+        found = list(pool.map(lambda _: Dataset(data, measure=measure), range(3)))
     assert len(made) == 1 and len({dataset.columns.files[0].path for dataset in found}) == 1
 
 
@@ -122,12 +121,12 @@ def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path,
     data = cached([*RECORDS, {"messages": []}])
 
     def opened(data, seq_length=4096, model=model_config):
-        return Dataset(data, True, Gauge.from_config(data, model, seq_length))
+        return Dataset(data, True, Measure.from_config(data, model, seq_length))
 
     first = opened(data)
     second = opened(data)
     assert [second[number] for number in range(5)] == [first[number] for number in range(5)]
-    assert second.contents() == first.contents() and second.skipped == first.skipped
+    assert second.fingerprints() == first.fingerprints() and second.skipped == first.skipped
     assert made == ["data.json"]
     path = tmp_path / "moved.json"  # the same bytes under another name
     path.write_bytes(Path(data.dataset[0]).read_bytes())
@@ -161,42 +160,42 @@ def test_repaired_pictures_are_found(cached, model_config, made, tmp_path, monke
     """Only the bad records are looked at again."""
     data = cached([*RECORDS, {"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]},
                    {"messages": [("user", ""), ("assistant", "x")]}])
-    gauge, looked_at, check = Gauge.from_config(data, model_config, 4096), [], Checker.__call__
+    measure, looked_at, check = Measure.from_config(data, model_config, 4096), [], Checker.__call__
 
     def noted(checker, block):
         looked_at.append(block.first_index)
         return check(checker, block)
 
     with pytest.raises(UserError, match=r"record 5 .*a.png' is not a regular file"):
-        Dataset(data, gauge=gauge)
+        Dataset(data, measure=measure)
     monkeypatch.setattr(Checker, "__call__", noted)
-    found = Dataset(data, True, gauge)
+    found = Dataset(data, True, measure)
     assert len(found) == len(RECORDS) and [one.index for one in found.skipped] == [5, 6]
     assert len(made) == 1 and set(looked_at) == {5, 6}
     photo(60, 60).save(tmp_path / "a.png")
-    assert len(Dataset(data, True, gauge)) == len(RECORDS) + 1
+    assert len(Dataset(data, True, measure)) == len(RECORDS) + 1
     assert len(made) == 2
 
 
 def test_a_picture_that_changes_later_is_noticed_when_it_is_read(cached, model_config, tmp_path, made):
     photo(60, 60).save(tmp_path / "a.png")
     data = cached([{"messages": [("user", "<image>"), ("assistant", "x")], "images": [f"{tmp_path}/a.png"]}])
-    gauge = Gauge.from_config(data, model_config, 4096)
-    first = Dataset(data, gauge=gauge)
+    measure = Measure.from_config(data, model_config, 4096)
+    first = Dataset(data, measure=measure)
 
     def read(dataset):
-        with closing(StepLoader(dataset, gauge.encoder, [[[0]]], 0)) as loader:
+        with closing(StepLoader(dataset, measure.encoder, [[[0]]], 0)) as loader:
             return next(loader)
 
     photo(60, 60, seed=3).save(tmp_path / "a.png")  # other colours give the same lengths
-    assert read(first) and Dataset(data, gauge=gauge).contents() == first.contents()
+    assert read(first) and Dataset(data, measure=measure).fingerprints() == first.fingerprints()
     photo(190, 60).save(tmp_path / "a.png")
     with pytest.raises(UserError, match=r"record 0: an image or video of it has changed .*mm-data check --again"):
-        read(Dataset(data, gauge=gauge))
-    assert read(Dataset(replace(data, overwrite_cache=True), gauge=gauge))
+        read(Dataset(data, measure=measure))
+    assert read(Dataset(replace(data, overwrite_cache=True), measure=measure))
     (tmp_path / "a.png").unlink()
     with pytest.raises(UserError, match=r"data.json: record 0: .*a.png' is not a regular file"):
-        read(Dataset(data, gauge=gauge))
+        read(Dataset(data, measure=measure))
     assert len(made) == 2
 
 
@@ -209,8 +208,8 @@ def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind
     """With a note, unless it was deleted; a bad sample stays the same."""
     data = cached([*RECORDS, {"messages": []}])
     os.utime(data.dataset[0], (1, 1))  # long enough ago for its checksum to be kept
-    gauge = Gauge.from_config(data, model_config, 4096)
-    first = Dataset(data, True, gauge)
+    measure = Measure.from_config(data, model_config, 4096)
+    first = Dataset(data, True, measure)
     expected, skipped = first.lengths.num_tokens.tolist(), first.skipped
     (path,) = (tmp_path / "cache").glob(kind)
     for damaged in (lambda content: bytes(len(content)), lambda content: content[: len(content) // 2],
@@ -220,7 +219,7 @@ def test_a_damaged_index_is_recreated(cached, model_config, made, tmp_path, kind
         else:
             path.write_bytes(damaged(path.read_bytes()))
         for notes in ([f"{path} does not match its checksum, and is created again"] * path.exists(), []):
-            dataset = Dataset(data, True, gauge)
+            dataset = Dataset(data, True, measure)
             assert (dataset.lengths.num_tokens.tolist(), dataset.skipped, dataset.notes) == (expected, skipped, notes)
     assert len(made) == num_checks
 
@@ -231,24 +230,24 @@ def test_the_folder_of_the_index(cached, model_config, made, tmp_path, monkeypat
     (tmp_path / "cache").write_text("")
     data = cached()
     os.utime(data.dataset[0], (1, 1))  # long enough ago for its checksum to be kept
-    gauge = Gauge.from_config(data, model_config, 4096)
+    measure = Measure.from_config(data, model_config, 4096)
     for _ in range(2):
-        Dataset(data, gauge=gauge)
+        Dataset(data, measure=measure)
     assert len(made) == 1 and len(list((tmp_path / "home/mm-data/files").iterdir())) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match=r"cannot be written to .*cache or .*; set basic_parameters.cache_dir"):
-        Dataset(data, gauge=gauge)
-    Dataset(replace(cached(RECORDS[:1]), cache_dir=None, dataset_dir=str(tmp_path)), gauge=gauge)
+        Dataset(data, measure=measure)
+    Dataset(replace(cached(RECORDS[:1]), cache_dir=None, dataset_dir=str(tmp_path)), measure=measure)
     assert len(list((tmp_path / ".mm-index").glob("*.rows"))) == 1
 
 
 def test_selections_follow_the_seed_and_share_one_index(cached, model_config, made, tmp_path):
     records = [{"messages": [("user", f"{number}"), ("assistant", "x")]} for number in range(40)]
     data = cached(records)
-    gauge = Gauge.from_config(data, model_config, 4096)
+    measure = Measure.from_config(data, model_config, 4096)
 
     def of(seed=0, split="training", **changes):
-        dataset = Dataset(replace(data, **changes), gauge=gauge, seed=seed, split=split)
+        dataset = Dataset(replace(data, **changes), measure=measure, seed=seed, split=split)
         return [int(dataset[place].turns[0].text) for place in range(len(dataset))]
 
     path = data.dataset[0]
@@ -278,7 +277,8 @@ def test_selections_follow_the_seed_and_share_one_index(cached, model_config, ma
 def test_max_samples_reads_no_more_than_it_needs(cached, model_config, made, monkeypatch):
     monkeypatch.setattr("mm.data.records.records.BLOCK_BYTES", 512)
     data = cached([*RECORDS * 10, {"messages": []}], max_samples=12)
-    gauge = Gauge.from_config(data, model_config, 4096)
-    assert len(Dataset(data, gauge=gauge)) == len(Dataset(data, gauge=gauge)) == 12  # the bad one is never reached
+    measure = Measure.from_config(data, model_config, 4096)
+    for _ in range(2):
+        assert len(Dataset(data, measure=measure)) == 12  # the bad one is never reached
     assert len(made) == 1
-    assert len(Dataset(replace(data, max_samples=None), True, gauge)) == 50
+    assert len(Dataset(replace(data, max_samples=None), True, measure)) == 50

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from mm.config.data import Attributes
 from mm.data.index.dataset import Dataset
-from mm.data.index.measure import Gauge
-from mm.data.records.content import HARMLESS, MEDIA
-from mm.data.records.formats import MESSAGES, read_sample, unread_keys
+from mm.data.index.index import Measure
+from mm.data.records.formats import HARMLESS, MEDIA, MESSAGES, read_sample, unread_keys
 from mm.data.records.roots import MediaRoots
 from mm.errors import UserError
 from tests.data.clips import even, write_clip
@@ -98,27 +97,27 @@ def media(tmp_path_factory, media_directory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gauge(media, model_config, hf_directory) -> Gauge:
-    return Gauge.from_config(data_config(hf_directory, media, media / "data.json"), model_config, 4096)
+def measure(media, model_config, hf_directory) -> Measure:
+    return Measure.from_config(data_config(hf_directory, media, media / "data.json"), model_config, 4096)
 
 
 @settings(max_examples=int(os.environ.get("MM_MUTATIONS", "4")), deadline=None,
           suppress_health_check=list(HealthCheck))
 @given(drawn=st.sampled_from(ATTRIBUTES).flatmap(
     lambda attr: st.tuples(st.just(attr), st.lists(mutated(attr), min_size=20, max_size=20))))
-def test_a_mutated_record_is_a_sample_or_a_problem(drawn, media, gauge, hf_directory):
+def test_a_mutated_record_is_a_sample_or_a_problem(drawn, media, measure, hf_directory):
     """Also where it is encoded, named and listed."""
     attr, records = drawn
     good = {"instruction": "?", "input": "", "output": "!"} if attr.formatting == "alpaca" else {"messages": TEXT}
     (media / "data.json").write_text(json.dumps([good, *records]))
     data = replace(data_config(hf_directory, media, media / "data.json"), attr=attr, overwrite_cache=True,
                    preprocessing_num_workers=1)
-    dataset = Dataset(data, True, gauge)
+    dataset = Dataset(data, True, measure)
     assert len(dataset) + len(dataset.skipped) == 21
     assert all(one.message().startswith(f"{media}/data.json:") for one in dataset.skipped) and dataset.notes is not None
     for number in range(len(dataset)):
         if number < 3:  # decodes images and videos
-            gauge.encoder.encode(dataset[number])
+            measure.encoder.encode(dataset[number])
 
 
 @given(st.sampled_from(RECORDS), NAMES, ODD, st.booleans())

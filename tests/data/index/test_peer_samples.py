@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from mm.batch import IGNORE_INDEX
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
 from tests import llama_factory
 from tests.data.oracle import PREPROCESSOR, data_config, photo, pixel_numbers

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mm.batch import Microbatch
-from mm.data.encode.encoder import SampleEncoder
+from mm.data.encode import SampleEncoder
 from mm.data.index.dataset import Dataset
 from mm.data.loader.feature_cache import (
     CRC32_BYTES,

@@ -10,7 +10,7 @@ import torch
 
 from mm.data.loader import feature_writer as module
 from mm.data.loader.feature_cache import CRC32_BYTES, path_of, read_features, used_bytes
-from mm.data.loader.feature_writer import FeatureKeeper
+from mm.data.loader.feature_writer import FeatureWriter
 from mm.model.stage import MadeFeatures
 from tests.files import ROOT
 
@@ -24,9 +24,9 @@ def made(*keys: str, value: float = 1.0, num_patches: int = 4) -> MadeFeatures:
 
 
 def test_each_image_is_kept_once_and_none_without_a_key(tmp_path: Path) -> None:
-    keeper = FeatureKeeper(str(tmp_path / "new"), 0, None, 1)
-    keeper.keep([made(KEYS[0], "", KEYS[1]), made(KEYS[0], KEYS[2], value=2.0)])
-    keeper.close()
+    writer = FeatureWriter(str(tmp_path / "new"), 0, None, 1)
+    writer.enqueue([made(KEYS[0], "", KEYS[1]), made(KEYS[0], KEYS[2], value=2.0)])
+    writer.close()
     rows = [read_features(str(tmp_path / "new"), key, 4, 32).view(torch.float32) for key in KEYS[:3]]
     assert [float(one.unique()) for one in rows] == [1.0, 1.0, 2.0]
     assert len(list((tmp_path / "new").glob("*/*"))) == 3
@@ -34,12 +34,12 @@ def test_each_image_is_kept_once_and_none_without_a_key(tmp_path: Path) -> None:
 
 def test_the_limit_counts_existing_files_and_other_writers(tmp_path: Path, capfd) -> None:
     """Two writers, a limit of 4 files, one of which exists: this writer may add one."""
-    keeper = FeatureKeeper(str(tmp_path), 0, None, 1)
-    keeper.keep([made(KEYS[0])])
-    keeper.close()
+    writer = FeatureWriter(str(tmp_path), 0, None, 1)
+    writer.enqueue([made(KEYS[0])])
+    writer.close()
     assert used_bytes(str(tmp_path)) == FILE_BYTES
-    bounded = FeatureKeeper(str(tmp_path), 3, 4 * FILE_BYTES, 2)
-    bounded.keep([made(*KEYS), made(KEYS[3])])
+    bounded = FeatureWriter(str(tmp_path), 3, 4 * FILE_BYTES, 2)
+    bounded.enqueue([made(*KEYS), made(KEYS[3])])
     bounded.close()
     assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, False, False]
     assert capfd.readouterr().err == (f"warning: rank 3: ViT features are no longer kept; training continues "
@@ -49,11 +49,11 @@ def test_the_limit_counts_existing_files_and_other_writers(tmp_path: Path, capfd
 FULL_DISK = """
 import resource, sys, torch
 from tests.data.loader.test_feature_writer import KEYS, made
-from mm.data.loader.feature_writer import FeatureKeeper
+from mm.data.loader.feature_writer import FeatureWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # bytes of one file: less than one holds
-keeper = FeatureKeeper(sys.argv[1], 2, None, 1)
-keeper.keep([made(KEYS[0]), made(KEYS[1])])
-keeper.close()
+writer = FeatureWriter(sys.argv[1], 2, None, 1)
+writer.enqueue([made(KEYS[0]), made(KEYS[1])])
+writer.close()
 print("went on")
 """
 
@@ -72,15 +72,15 @@ def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(tmp_path: Path)
 def test_a_slow_disk_does_not_grow_the_queue_without_limit(tmp_path: Path, monkeypatch, capfd) -> None:
     """All features of the first step are kept, none of the second while the disk is busy."""
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 2 * 128)
-    keeper, is_fast, rows = FeatureKeeper(str(tmp_path), 0, None, 1), Event(), torch.ones(12, 8)
+    writer, is_fast, rows = FeatureWriter(str(tmp_path), 0, None, 1), Event(), torch.ones(12, 8)
 
     def read() -> torch.Tensor:
         is_fast.wait()
         return rows
 
-    keeper.keep([MadeFeatures(tuple((key, 4) for key in KEYS[:3]), read, rows.nbytes)])
-    keeper.keep([made(KEYS[3])])
+    writer.enqueue([MadeFeatures(tuple((key, 4) for key in KEYS[:3]), read, rows.nbytes)])
+    writer.enqueue([made(KEYS[3])])
     is_fast.set()
-    keeper.close()
+    writer.close()
     assert [path_of(str(tmp_path), key).exists() for key in KEYS] == [True, True, True, False]
     assert "is slower than the ViT: some features are not kept" in capfd.readouterr().err

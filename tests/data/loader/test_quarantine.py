@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from mm.data.loader.quarantine import LEDGER, Quarantine
-from mm.data.records.record_name import BadSample
+from mm.data.sample import BadSample
 from mm.errors import UserError
 from tests.files import json_lines
 

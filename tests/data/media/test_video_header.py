@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mm.data.media import video_decode, video_header
-from mm.data.media.frame_sampling import Clock, wanted_frames
 from mm.data.media.video_header import read_header
+from mm.data.media.video_patches import Clock, wanted_frames
 from mm.errors import UserError
 from tests.data.clips import all_frames, even, read, write_clip
 
@@ -86,7 +86,7 @@ def test_a_file_too_large_to_be_scanned_is_known_by_its_index(tmp_path, monkeypa
     assert not header.is_exact and len(header.key_times) >= 10
     assert np.array_equal(header.times, scanned.times)
     numbers = np.array([0, 3, 44, 88, 89])
-    found = video_decode.pyav_frames(path, wanted_frames(Clock.of(header, None, None), numbers, True))
+    found = video_decode.frames_of(path, wanted_frames(Clock.of(header, None, None), numbers, True), "pyav")
     assert all(map(np.array_equal, found, read(path, numbers)))
     cut(Path(path), 0.9)
     with pytest.raises(UserError, match=r"large.mp4: is "):

@@ -1,4 +1,4 @@
-"""The content of a file, not its name, decides how it is opened, and every kind is read by the same methods."""
+"""JSON lists, JSON Lines and Parquet files, record by record."""
 
 import io
 import json
@@ -8,14 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
+import pyarrow as arrow
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
+from mm.data.encode import SampleEncoder
+from mm.data.index.dataset import Dataset
+from mm.data.index.index import Measure
+from mm.data.loader.feature_cache import _content
 from mm.data.records import records
+from mm.data.records import records as reading
 from mm.data.records.records import open_records
 from mm.errors import UserError
+from mm.generation.prompts import read_prompts
+from tests.data.oracle import data_config, photo
 
 RECORDS = [{"name": "one", "count": 1}, {"name": "zwölf", "count": 12}, {"name": "three", "count": 3}]
 
@@ -121,3 +131,117 @@ def test_an_unterminated_record_is_not_read_to_the_end_of_the_file(monkeypatch):
     with pytest.raises(UserError, match=r":2: record 1 \(counted from 0\): not valid JSON: Unterminated string"):
         list(records._list_spans(stream))
     assert stream.tell() <= 4 << 10
+
+
+IMAGE = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+MESSAGES = arrow.list_(arrow.struct([("role", arrow.string()), ("content", arrow.string())]))
+
+
+def png(seed: int, width: int = 60) -> bytes:
+    stream = io.BytesIO()
+    photo(width, 56, seed=seed).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def messages(num_images: int) -> list[dict]:
+    return [{"role": "user", "content": "<image>" * num_images + "What?"}, {"role": "assistant", "content": "It is."}]
+
+
+def write(path: Path, rows: list[dict], column: str, kind: arrow.DataType) -> Path:
+    schema = arrow.schema([("id", arrow.string()), (column, kind), ("messages", MESSAGES)])
+    parquet.write_table(arrow.Table.from_pylist(rows, schema), path, row_group_size=4)
+    return path
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Ten rows with no, one and two pictures in groups of four; one names a file instead."""
+    (tmp_path / "beside.png").write_bytes(png(99))
+    rows = []
+    for number in range(10):
+        images = [{"bytes": png(10 * number + at, 60 + 28 * at), "path": f"{number}_{at}.png"}
+                  for at in range(number % 3)]
+        rows.append({"id": f"n{number}", "images": images, "messages": messages(len(images))})
+    rows[4]["images"] = [{"bytes": None, "path": "beside.png"}]
+    return write(tmp_path / "many.parquet", rows, "images", arrow.list_(IMAGE))
+
+
+def test_lists_of_embedded_pictures_equal_files(many, tmp_path, hf_directory, model_config):
+    """Equal grids and patches, read in any order, and again from the index."""
+    expected = []
+    for number in range(10):
+        paths = []
+        for at in range(number % 3):
+            path = tmp_path / f"own_{number}_{at}.png"
+            path.write_bytes(png(10 * number + at, 60 + 28 * at) if number != 4 else png(99))
+            paths.append(path.name)
+        expected.append({"messages": messages(len(paths)), "images": paths})
+    (tmp_path / "files.json").write_text(json.dumps(expected))
+    found, files = (data_config(hf_directory, tmp_path, tmp_path / name, preprocessing_num_workers=1,
+                                cache_dir=str(tmp_path / "cache")) for name in ("many.parquet", "files.json"))
+    measure = Measure.from_config(found, model_config, 512)
+    encoder: SampleEncoder = measure.encoder
+    other = Dataset(files, measure=measure)
+    for _ in range(2):
+        dataset = Dataset(found, measure=measure)
+        assert dataset.notes == [] and len(dataset) == len(other) == 10
+        for name, values in vars(dataset.lengths).items():
+            assert values.tolist() == vars(other.lengths)[name].tolist(), name
+        for number in (8, 1, 4, 9, 2, 0):
+            ours, theirs = encoder.encode(dataset[number]), encoder.encode(other[number])
+            assert ours.image_grids == theirs.image_grids and ours.token_ids.tolist() == theirs.token_ids.tolist()
+            assert (ours.pixel_values is None) == (theirs.pixel_values is None)
+            assert ours.pixel_values is None or torch.equal(ours.pixel_values, theirs.pixel_values)
+    sample = dataset[8]
+    assert pickle.loads(pickle.dumps(sample)) == sample and len(pickle.dumps(sample)) < 2000  # without the bytes
+    first, second = (part.path for part in sample.media)
+    assert first != second and {first, second} == {part.path for part in dataset[8].media}
+    (tmp_path / "same.png").write_bytes(png(80))
+    assert _content(first) == _content(str(tmp_path / "same.png"))  # features that are kept of it
+    prompts, problems = read_prompts(str(many), ())
+    assert problems == [] and len({one.digest for one in prompts}) == 7  # four have the same text and no picture
+
+
+def test_pictures_anywhere_in_a_record(tmp_path, hf_directory, model_config):
+    """In columns whose names have dots, as in LeRobot's files, and in lists of parts, as in OpenAI's format."""
+    parts = [{"type": "image", "image": {"bytes": png(1), "path": "a.png"}, "text": None},
+             {"type": "image", "image": {"bytes": None, "path": "b.png"}, "text": None},
+             {"type": "text", "image": None, "text": "?"}]
+    (tmp_path / "b.png").write_bytes(png(2))
+    rows = [{"observation.image": [{"bytes": png(10), "path": None}], "messages": [
+        {"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "!"}]}]}]
+    part = arrow.struct([("type", arrow.string()), ("image", IMAGE), ("text", arrow.string())])
+    kind = arrow.list_(arrow.struct([("role", arrow.string()), ("content", arrow.list_(part))]))
+    schema = arrow.schema([("messages", kind), ("observation.image", arrow.list_(IMAGE))])
+    path = tmp_path / "parts.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows, schema), path)
+    ((record,),) = ([raw.value for raw in open_records(str(path)).records([])],)
+    (picture,) = record["observation.image"]
+    assert picture.content == png(10) and str(picture) == "observation.image/0 (inside the record)"
+    data = data_config(hf_directory, tmp_path, path)
+    measure = Measure.from_config(data, model_config, 512)
+    dataset = Dataset(data, measure=measure)
+    assert [str(part.path) for part in dataset[0].media] == ["a.png (inside the record)", f"{tmp_path}/b.png"]
+    assert measure.encoder.encode(dataset[0]).num_patches == dataset.lengths.num_patches[0] > 0
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(UserError, match="has changed since this run checked it"):
+        _ = picture.content
+
+
+def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_directory, model_config, monkeypatch):
+    rows = [{"id": f"n{number}", "image": {"bytes": content, "path": "cat.png"}, "messages": messages(1)}
+            for number, content in enumerate([png(0), b"no picture", png(2)])]
+    path = write(tmp_path / "bad.parquet", rows, "image", IMAGE)
+    monkeypatch.setattr(reading, "_MAX_GROUP_BYTES", 100)
+    data = data_config(hf_directory, tmp_path, path)
+    dataset = Dataset(data, True, Measure.from_config(data, model_config, 512))
+    (bad,) = dataset.skipped
+    assert (len(dataset), bad.index, bad.id, bad.line) == (2, 1, "n1", None)
+    assert bad.path == "cat.png (inside the record)" and "is not an image that Pillow can read" in bad.reason
+    assert "and to reach an image its whole group is read" in dataset.notes[0]
+    rows = [{"id": "0", "videos": [{"bytes": b"0", "path": "a.mp4"}], "messages": [
+        {"role": "user", "content": "<video>"}, messages(0)[1]]}]
+    path = write(tmp_path / "video.parquet", rows, "videos", arrow.list_(IMAGE))
+    data = data_config(hf_directory, tmp_path, path)
+    with pytest.raises(UserError, match="is embedded in the record, which only images may be"):
+        Dataset(data, measure=Measure.from_config(data, model_config, 512))

@@ -9,16 +9,137 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mm.config.data import PriorityMode
 from mm.config.data import SamplerType as SamplerType
 from mm.config.run import Run, load_run
 from mm.data.sample import Lengths
 from mm.data.sampler.cost import SampleSizes
-from mm.data.sampler.sample_stream import shuffled
-from mm.data.sampler.sampler import BLOCK_SAMPLES, NUM_BUCKETS, SAMPLERS, bucket_stream, order_of, sampler_name
+from mm.data.sampler.sampler import (
+    BLOCK_SAMPLES,
+    NUM_BUCKETS,
+    SAMPLERS,
+    _random,
+    bucket_stream,
+    chosen,
+    order_of,
+    sampler_name,
+    shuffled,
+    split_off,
+)
 from tests.config.test_model import changed
+from tests.data.oracle import plain_order
 from tests.tiny import our_config
+
+sizes = st.integers(1, 60)
+seeds = st.integers(0, 2**31)
+
+
+def stream(num_samples, seed, first, count, shuffle=True):
+    return shuffled(num_samples, seed, shuffle).samples(first, count).tolist()
+
+
+@given(sizes, seeds, st.integers(0, 5), st.booleans())
+def test_each_epoch_of_a_stream_holds_each_sample_once(num_samples, seed, epoch, shuffle):
+    samples = stream(num_samples, seed, epoch * num_samples, num_samples, shuffle)
+    assert sorted(samples) == list(range(num_samples))
+
+
+@given(sizes, seeds, st.integers(0, 200), st.integers(0, 100), st.integers(0, 100))
+def test_a_stream_does_not_depend_on_the_pieces_it_is_read_in(num_samples, seed, first, count, more):
+    whole = stream(num_samples, seed, first, count + more) if count + more else []
+    one = stream(num_samples, seed, first, count) if count else []
+    assert one + (stream(num_samples, seed, first + count, more) if more else []) == whole
+
+
+def test_without_shuffle_the_order_is_the_files():
+    assert stream(3, 7, 0, 7, shuffle=False) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_order_differs_between_epochs_and_between_seeds():
+    orders = [tuple(stream(50, seed, epoch * 50, 50)) for seed in range(4) for epoch in range(4)]
+    assert len(set(orders)) == 16
+
+
+def test_the_order_of_a_seed_is_that_of_earlier_versions():
+    """Otherwise a run resumed with a new version would repeat some samples and skip others."""
+    for epoch in (0, 3):
+        expected = np.random.default_rng(np.random.SeedSequence([5, epoch])).permutation(20).tolist()
+        assert stream(20, 5, epoch * 20, 20) == expected
+
+
+def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batch_size, consumed_samples=0):
+    """Indices of all ranks, microbatch by microbatch."""
+    steps = [
+        plain_order(
+            num_samples, seed, True, global_batch_size, micro_batch_size, dp_rank, dp_size, consumed_samples
+        ).step(step)
+        for dp_rank in range(dp_size)
+    ]
+    assert {len(one) for one in steps} == {global_batch_size // (micro_batch_size * dp_size)}
+    return [index for turn in zip(*steps, strict=True) for indices in turn for index in indices]
+
+
+@pytest.mark.parametrize("global_batch_size", [4, 8])
+def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_batch_size):
+    before = [index for step in range(2) for index in global_batch(step, 1, 1, 28, 3, 6)]
+    num_steps = (28 - len(before)) // global_batch_size
+    after = [
+        index
+        for step in range(num_steps)
+        for index in global_batch(step, 2, 2, 28, 3, global_batch_size, consumed_samples=len(before))
+    ]
+    assert sorted(before + after) == list(range(28))
+
+
+counts = st.integers(0, 200)
+
+
+@given(counts, st.floats(0, 500), st.none() | st.integers(1, 300), seeds)
+def test_rates(num, rate, wanted, seed):
+    found = chosen(num, rate, wanted, seed, "a")
+    if num:
+        assert len(found) == round((wanted or num) * rate / 100)
+        times = np.bincount(found, minlength=num)
+        assert times.max() - times.min() <= 1 and len(times) == num
+    else:
+        assert len(found) == 0
+    assert (found == chosen(num, rate, wanted, seed, "a")).all()
+
+
+def test_a_rate_of_100_takes_the_file_unchanged_and_others_are_drawn():
+    assert chosen(5, 100, None, 1, "a").tolist() == [0, 1, 2, 3, 4]
+    half = chosen(1000, 50, None, 1, "a")
+    assert (np.diff(half) > 0).all()
+    for other in (chosen(1000, 50, None, 2, "a"), chosen(1000, 50, None, 1, "b")):
+        assert 200 < len(np.intersect1d(half, other)) < 300  # by chance 250
+
+
+@given(st.lists(st.integers(0, 50), min_size=1), st.floats(0, 0.99), seeds)
+def test_no_sample_is_on_both_sides(samples, rate, seed):
+    samples = np.array(samples, dtype=np.int64)
+    training, validation = split_off(samples, rate, seed)
+    assert not np.isin(training, validation).any()
+    assert len(np.unique(validation)) == len(validation) == round(len(np.unique(samples)) * rate)
+    assert sorted([*training, *samples[np.isin(samples, validation)]]) == sorted(samples)
+    again = split_off(samples, rate, seed)
+    assert (again[0] == training).all() and (again[1] == validation).all()
+
+
+@given(st.integers(0, 2000), st.integers(1, 4), st.floats(0, 1), st.integers(0, 9))
+def test_the_validation_samples_come_from_a_permutation(count: int, step: int, rate: float, seed: int) -> None:
+    """With several chunks and repeats too: resumed runs must find the same samples."""
+    samples = np.concatenate([np.arange(0, count, step, dtype=np.uint32), np.arange(count, dtype=np.uint32)])
+    different = np.unique(samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mm.data.sampler.sampler._BATCH_SAMPLES", 256)
+        training, validation = split_off(samples, rate, seed)
+    expected = np.sort(_random(seed, "validation").permutation(different)[: round(len(different) * rate)])
+    assert np.array_equal(validation, expected) and validation.dtype == np.uint32
+    assert np.array_equal(training, samples[~np.isin(samples, expected)]) and training.dtype == np.uint32
+
 
 SEQ_LENGTH = 512
 MODEL = our_config(((4,),), ((4,),))

@@ -165,8 +165,8 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
     """Nothing is read before it has arrived, and the gradients are the same to the bit."""
     from mm.model.layers.linear import linear
     from mm.model.parallel.rows import Permutation
-    from mm.model.parallel.sharded_rows import CutRows
-    from mm.parallel.row_shards import Pieces
+    from mm.model.parallel.sharded_rows import ShardedRows
+    from mm.parallel.context import RowShards
 
     log: list[str] = []
 
@@ -183,10 +183,10 @@ def test_sequence_parallel_backward_communicates_beside_its_products(
         return begin
 
     order = Permutation.of(torch.randperm(ROWS)) if ordered else None
-    cut = CutRows(Pieces(ROWS, one_rank.groups.tp), order)
+    sharded = ShardedRows(RowShards(ROWS, one_rank.groups.tp), order)
     weight = torch.randn(OUTPUT, INPUT, requires_grad=is_trained)
     x, upstream = rows().detach().requires_grad_(has_input_gradient), torch.randn(ROWS, OUTPUT)
-    out = linear(x, weight, None, plain_accumulate, one_rank.groups.tp, cut)
+    out = linear(x, weight, None, plain_accumulate, one_rank.groups.tp, sharded)
     for name in (GATHER, SCATTER):
         monkeypatch.setattr(dist, name, late(name))
     with Products(log):

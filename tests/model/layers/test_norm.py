@@ -31,7 +31,7 @@ def results(kind: str, dtype: torch.dtype, adds: str, uses_total: bool = True, f
 
     weight: Any = nn.Parameter(random(WIDTH))
     weight.main_grad = torch.full((WIDTH,), 0.5)
-    norm = RMSNorm(weight.requires_grad_(not freezes), 1e-6, kernels_of(kind, lambda leaf: leaf))
+    norm = RMSNorm(weight.requires_grad_(not freezes), 1e-6, kernels_of(kind, lambda function: function))
     for _ in range(passes):
         summands = [random(ROWS, WIDTH), random(ROWS, WIDTH), random(WIDTH)][: 1 + len(adds.split())]
         for summand in summands[:2]:  # a bias has its gradient by another norm
@@ -69,7 +69,7 @@ def test_the_bias_of_a_sublayer_has_the_gradient_of_the_sum_as_it_is_added_to(
     Device.pick("cpu")
     from mm.model.layers.norm import Residual, RMSNorm
 
-    kernels, found = kernels_of(kind, lambda leaf: leaf), []
+    kernels, found = kernels_of(kind, lambda function: function), []
     for sums_here in (True, False):
         generator = torch.Generator().manual_seed(4)
         rows, added, output, upstream = (torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for _ in range(4))
@@ -107,7 +107,7 @@ def test_what_is_kept_is_the_sum_and_a_number_for_each_row() -> None:
     from mm.model.layers.norm import Residual, RMSNorm
 
     kept = []
-    norm = RMSNorm(nn.Parameter(torch.ones(WIDTH)), 1e-6, kernels_of("cuda", lambda leaf: leaf))
+    norm = RMSNorm(nn.Parameter(torch.ones(WIDTH)), 1e-6, kernels_of("cuda", lambda function: function))
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
         norm(Residual(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)))
     assert kept == [(ROWS, WIDTH), (ROWS, 1)]

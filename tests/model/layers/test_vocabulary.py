@@ -29,7 +29,7 @@ from mm.model.layers.vocabulary import rows_here, weighted_cross_entropy  # noqa
 
 fast = settings(max_examples=40, deadline=None)
 VOCAB, HIDDEN = 24, 6
-FUSABLE = kernels_of("cuda", lambda leaf: leaf).logits
+FUSABLE = kernels_of("cuda", lambda function: function).logits
 """CUDA's, not compiled; compiled: tests/device/test_compiled.py."""
 EXACT = 1e-5  # relative, by norm; measured 3.2e-6 over 1000 examples, and 1.7e-5 by torch's own cross entropy in fp32
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=12).map(lambda drawn: torch.tensor(drawn, dtype=torch.int64))

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from mm.parallel.health import heartbeat as heartbeats
+from mm.parallel.health import rendezvous
 from mm.parallel.health.heartbeat import SILENT_SECONDS, Cause, Heartbeat, Judge, Record, State, ranks_text
-from mm.parallel.health.rendezvous import ATTEMPT, Rendezvous
+from mm.parallel.health.rendezvous import ATTEMPT, END, NOTHING, Rendezvous
 from mm.parallel.health.watchdog import Watchdog
 from mm.process import free_port, own_identity
 from tests.files import ROOT
@@ -156,6 +157,20 @@ def test_a_rank_that_is_faster_than_rank_0_does_not_join_an_earlier_attempt(monk
         assert rank.begun.wait(60)
         say(rank, "leaving")
     assert all(rank.finished.wait(60) for rank in (*old, new, first))
+
+
+def test_a_rank_beside_rank_0_sees_by_its_restarts_that_an_attempt_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers of other nodes count for themselves, so there only the end of the attempt tells."""
+    store, second = dist.HashStore(), Rendezvous(1, 2)
+    attempt = Rendezvous(0, 2).begin(store, {})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert second.find(store, lambda _: "joins") is None
+    monkeypatch.setattr(rendezvous, "node_id", lambda: "another node")
+    keys = dist.PrefixStore(attempt.prefix, store)
+    keys.set(END, "it has ended")
+    assert second.find(store, lambda _: "joins") is None
+    keys.set(END, NOTHING)
+    assert second.find(store, lambda _: "joins") == attempt and keys.get("1") == b"joins"
 
 
 def test_no_port_is_opened_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from mm.batch import BatchTotals, encoder_batches_of
 from mm.data.loader.broadcast import deal_images
 from mm.device.cpu import CPU, HostRuntime
 from mm.device.device import Device
-from mm.parallel.context import even_rows
-from mm.parallel.row_shards import piece_of
+from mm.parallel.context import even_rows, row_shard
 from tests.launch import run_ranks
 from tests.parallel.cases import Case, batch_of
 from tests.parallel.pipeline_worker import CASES
@@ -96,7 +95,7 @@ def _messages_of(case: Case, rank: int) -> Iterator[Seen]:
                 HIDDEN: (num_tokens, LANGUAGE_HIDDEN, 1),
             }[what]
             if case.sequence_parallel and not case.whole_encoder:
-                here = piece_of(rows, unit, axis_rank, case.tp)
+                here = row_shard(rows, unit, axis_rank, case.tp)
                 rows = here.stop - here.start
             before, after, num_bytes = boundary % case.pp, (boundary + 1) % case.pp, FLOAT_BYTES * rows * width
             comes_back = (with_images if num_patches else with_text)[boundary]

@@ -1,4 +1,4 @@
-"""All ranks with the same weights reduce the same units in the same order, whatever their microbatches hold.
+"""All ranks with the same weights reduce the same buckets in the same order, whatever their microbatches hold.
 
 Ranks are simulated event by event, without processes: a reduction waits until every replica has started as many, a
 forward pass for that of the slot before, a backward pass for that of the slot behind.  ``tests/test_parity.py`` reduces
@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
 from mm.parallel.order import stage_steps
-from mm.parallel.zero.zero2_schedule import Reductions
-from tests.parallel.fake_units import FakeGradients
+from mm.parallel.zero.schedule import Zero2Schedule
+from tests.parallel.zero.fake_gradients import FakeGradients
 
 NUM_VISION, NUM_LANGUAGE = 2, 2
-"""Trained units of a slot with such."""
+"""Trained buckets of a slot with such."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Training:
     num_stages: int
     num_chunks: int
     first_trained: int
-    """The LLM is trained in this slot and those behind it; units of the ViT are in all slots before the last."""
+    """The LLM is trained in this slot and those behind it; buckets of the ViT are in all slots before the last."""
     is_overlapped: bool
 
     @property
     def num_slots(self) -> int:
         return self.num_stages * self.num_chunks
 
-    def units(self, slot: int) -> list[bool]:
-        """Whether each unit of the slot is one of the ViT."""
+    def buckets(self, slot: int) -> list[bool]:
+        """Whether each bucket of the slot is one of the ViT."""
         has_vision = slot == 0 or slot < self.num_slots - 1
         return [True] * NUM_VISION * has_vision + [False] * NUM_LANGUAGE * (slot >= self.first_trained)
 
@@ -54,12 +54,12 @@ Events = Generator[tuple[str, Any], None, list[tuple[int, int]]]
 def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, training: Training) -> Events:
     """What one rank waits for in a step: a slot's forward or backward pass, or a reduction.  At the end, its log."""
     log: list[tuple[int, int]] = []
-    units = [[FakeGradients(SimpleNamespace(is_vision=is_vision), (chunk, place), training.is_overlapped, log)
-              for place, is_vision in enumerate(training.units(chunk * training.num_stages + stage))]
+    buckets = [[FakeGradients(SimpleNamespace(is_vision=is_vision), (chunk, place), training.is_overlapped, log)
+              for place, is_vision in enumerate(training.buckets(chunk * training.num_stages + stage))]
              for chunk in range(training.num_chunks)]
-    models: list[Any] = [SimpleNamespace(units=of, params_with_grad=[], module=SimpleNamespace(journal=Journal()))
-                         for of in units]
-    reductions, num_done = Reductions(models, training.num_stages), 0
+    chunk = SimpleNamespace(journal=Journal())
+    models: list[Any] = [SimpleNamespace(gradient_buckets=of, params_with_grad=[], module=chunk) for of in buckets]
+    schedule, num_done = Zero2Schedule(models, training.num_stages), 0
 
     def reduced() -> Iterator[tuple[str, Any]]:
         nonlocal num_done
@@ -68,7 +68,7 @@ def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, trai
             yield "reduction", log[num_done - 1]
 
     plan: Any = SimpleNamespace(microbatches=images, image_passes=all_images)
-    reductions.begin(plan, True)
+    schedule.begin(plan, True)
     for is_forward, (microbatch, chunk) in stage_steps(len(images), stage, training.num_stages, training.num_chunks):
         model, slot = models[chunk], chunk * training.num_stages + stage
         if is_forward:
@@ -78,18 +78,18 @@ def rank_of(images: list[bool], all_images: tuple[Images, ...], stage: int, trai
         if training.flows_back(slot, images[microbatch]):
             yield "backward", (microbatch, slot)
             model.backward_begins(microbatch)
-            for place, unit in reversed(list(enumerate(units[chunk]))):
-                if images[microbatch] or not unit.unit.is_vision:
-                    model.unit_begins(microbatch, place, True)
-                    assert unit.is_open
+            for place, bucket in reversed(list(enumerate(buckets[chunk]))):
+                if images[microbatch] or not bucket.spec.is_vision:
+                    model.bucket_begins(microbatch, place, True)
+                    assert bucket.is_open
                     yield from reduced()
             model.backward_ends()
-        reductions.leave(microbatch, chunk)
+        schedule.leave(microbatch, chunk)
         yield from reduced()
         yield "sent", (microbatch, slot)
-    reductions.end()
+    schedule.end()
     yield from reduced()
-    assert not any(unit.is_open for of in units for unit in of)
+    assert not any(bucket.is_open for of in buckets for bucket in of)
     return log
 
 
@@ -140,22 +140,23 @@ def test_ranks_agree_and_none_waits_for_ever(
     num_chunks = num_chunks if num_stages > 1 else 1
     first_trained = data.draw(st.integers(0, num_stages * num_chunks))
     training = Training(num_stages, num_chunks, first_trained, is_overlapped)
-    unit = num_stages if num_chunks > 1 else 1  # packs on virtual chunks come in multiples of the stages
-    sizes = data.draw(st.lists(st.integers(1, 8).map(lambda count: count * unit), min_size=2, max_size=3))
+    multiple = num_stages if num_chunks > 1 else 1  # packs on virtual chunks come in multiples of the stages
+    sizes = data.draw(st.lists(st.integers(1, 8).map(lambda count: count * multiple), min_size=2, max_size=3))
     replicas = [data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) for size in sizes]
     found = run(replicas, training)
     with_images, num_passes = sum(map(any, zip_longest(*replicas, fillvalue=False))), max(sizes)
     for stage in range(num_stages):
         logs = [found[replica, stage] for replica in range(len(replicas))]
         assert all(log == logs[0] for log in logs)
-        units = [is_vision for chunk in range(num_chunks) for is_vision in training.units(chunk * num_stages + stage)]
-        assert len(logs[0]) == sum(with_images if is_vision else num_passes for is_vision in units)
+        slots = range(stage, num_stages * num_chunks, num_stages)
+        buckets = [is_vision for slot in slots for is_vision in training.buckets(slot)]
+        assert len(logs[0]) == sum(with_images if is_vision else num_passes for is_vision in buckets)
 
 
 def test_a_rank_that_lacks_a_backward_pass_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replica has images in its first microbatch, the second in its last."""
     replicas = [[True, *[False] * 7], [*[False] * 7, True]]
     run(replicas, Training(2, 1, 1, False))
-    monkeypatch.setattr(Reductions, "leave", lambda *_: None)
+    monkeypatch.setattr(Zero2Schedule, "leave", lambda *_: None)
     with pytest.raises(AssertionError, match="deadlock"):
         run(replicas, Training(2, 1, 1, False))

@@ -1,4 +1,4 @@
-"""Ranks that keep shards of weights gather and reduce the same units in the same order, and none waits for ever.
+"""Ranks that keep shards of weights gather and reduce the same buckets in the same order, and none waits for ever.
 
 Each rank's collectives are noted as it goes through a step without processes, together with exchanges among the ranks
 of its replica; then all are played against each other.  ``tests/test_parity.py`` gathers real weights.
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.zero.weight_shards import Unit
-from mm.parallel.zero.zero3_schedule import Task, UnitPasses, Use, is_used, tasks_of, uses_of
-from tests.parallel.fake_units import FakeGradients
+from mm.parallel.zero.schedule import Task, Use, Zero3Schedule, is_used, tasks_of, uses_of
+from mm.parallel.zero.weight_shards import BucketSpec
+from tests.parallel.zero.fake_gradients import FakeGradients
 
 Event = tuple[str, Any]
 """A collective of the ranks with the same weights, or an "exchange" of the ranks of one replica."""
@@ -30,12 +30,12 @@ BOTH = st.builds(or_, FORWARD, st.sampled_from((Images.NONE, Images.BACKWARD)))
 class FakeWeights:
     """Notes what happens to it."""
 
-    def __init__(self, unit: Unit, log: list[Event]) -> None:
-        self.unit, self.log, self.is_open, self.is_arriving = unit, log, False, False
+    def __init__(self, spec: BucketSpec, log: list[Event]) -> None:
+        self.spec, self.log, self.is_open, self.is_arriving = spec, log, False, False
 
     def start_opening(self) -> None:
         assert not self.is_open and not self.is_arriving
-        self.log.append(("gather", self.unit.modules[0]))
+        self.log.append(("gather", self.spec.modules[0]))
         self.is_arriving = True
 
     def open(self) -> None:
@@ -53,42 +53,42 @@ class Training:
     is_tied: bool
     is_ahead: bool
 
-    def units(self) -> list[Unit]:
-        def unit(*names: Any, **more: Any) -> Unit:
-            return Unit(names, **more)
+    def specs(self) -> list[BucketSpec]:
+        def spec(*names: Any, **more: Any) -> BucketSpec:
+            return BucketSpec(names, **more)
 
-        return [unit("patches", tower="vision"), unit("block", tower="vision"), unit("projector", tower="projector"),
-                unit("embedding", *["head"] * self.is_tied, is_table=True), unit("first"), unit("second", "norm"),
-                unit("norm"), unit("head")]
+        return [spec("patches", tower="vision"), spec("block", tower="vision"), spec("projector", tower="projector"),
+                spec("embedding", *["head"] * self.is_tied, is_table=True), spec("first"), spec("second", "norm"),
+                spec("norm"), spec("head")]
 
     def is_trained(self) -> list[bool]:
-        return [unit.tower in self.trained and self.owns(unit) for unit in self.units()]
+        return [spec.tower in self.trained and self.owns(spec) for spec in self.specs()]
 
-    def owns(self, unit: Unit) -> bool:
-        return unit.modules != ("norm",) and not (self.is_tied and unit.modules == ("head",))
+    def owns(self, spec: BucketSpec) -> bool:
+        return spec.modules != ("norm",) and not (self.is_tied and spec.modules == ("head",))
 
 
 def events_of(own: Sequence[Images], every: tuple[Images, ...], training: Training, exchanges: bool) -> list[Event]:
     """What one rank does in a step, whose own microbatches have these images."""
     log: list[Event] = []
-    units, is_trained = training.units(), training.is_trained()
-    owned = [unit for unit in units if training.owns(unit)]
+    specs, is_trained = training.specs(), training.is_trained()
+    owned = [spec for spec in specs if training.owns(spec)]
     shards: Any = SimpleNamespace(
-        all_units=units, units=[FakeWeights(unit, log) for unit in owned], are_held=False)
-    gradients = [FakeGradients(unit, ("reduce", unit.modules[0]), training.is_ahead, log)
-                 for unit, trained in zip(units, is_trained, strict=True) if trained]
-    model: Any = SimpleNamespace(weight_shards=shards, units=gradients, params_with_grad=[])
-    passes, uses = UnitPasses(model, Journal(), training.is_ahead), uses_of(units, is_trained)
-    of_unit = {one.unit: one for one in shards.units}
+        specs=specs, buckets=[FakeWeights(spec, log) for spec in owned], are_held=False)
+    gradients = [FakeGradients(spec, ("reduce", spec.modules[0]), training.is_ahead, log)
+                 for spec, trained in zip(specs, is_trained, strict=True) if trained]
+    model: Any = SimpleNamespace(weight_shards=shards, gradient_buckets=gradients, params_with_grad=[])
+    passes, uses = Zero3Schedule(model, Journal(), training.is_ahead), uses_of(specs, is_trained)
+    of_spec = {one.spec: one for one in shards.buckets}
     plan: Any = SimpleNamespace(image_passes=every)
     passes.begin(plan, True)
     for number, images in enumerate(own):
         model.forward_begins(number, images)
-        run_forward(number, images, uses, model, [of_unit[units[use.unit]] for use in uses], log, exchanges)
+        run_forward(number, images, uses, model, [of_spec[specs[use.bucket]] for use in uses], log, exchanges)
         if "language" in training.trained or Images.BACKWARD in images:
-            run_backward(number, images, uses, model, [of_unit[units[use.unit]] for use in uses], log, exchanges)
+            run_backward(number, images, uses, model, [of_spec[specs[use.bucket]] for use in uses], log, exchanges)
     passes.end()
-    assert not any(one.is_open or one.is_arriving for one in shards.units)
+    assert not any(one.is_open or one.is_arriving for one in shards.buckets)
     assert not any(one.is_open for one in gradients)
     return log
 
@@ -172,7 +172,7 @@ def test_each_use_is_gathered_before_it_and_reduced_after_it(
     trained: set[str], images: Images, is_tied: bool, is_ahead: bool, forward_only: bool
 ) -> None:
     training = Training(frozenset(trained), is_tied, is_ahead)
-    uses = uses_of(training.units(), training.is_trained())
+    uses = uses_of(training.specs(), training.is_trained())
     tasks = tasks_of(uses, images, forward_only, is_ahead)
     assert len({*tasks}) == len(tasks)
     assert not forward_only or not any(one.is_backward for one in tasks)
@@ -187,11 +187,11 @@ def test_each_use_is_gathered_before_it_and_reduced_after_it(
     assert reduced == {one.use for one in tasks if one.kind == "use" and one.is_backward and uses[one.use].is_reduced}
 
 
-def test_units_stay_open_between_two_uses_and_the_word_embedding_is_not_gathered_again() -> None:
+def test_buckets_stay_open_between_two_uses_and_the_word_embedding_is_not_gathered_again() -> None:
     training = Training(frozenset({"language"}), False, False)
-    uses = uses_of(training.units(), training.is_trained())
+    uses = uses_of(training.specs(), training.is_trained())
     tasks = tasks_of(uses, Images.NONE, False, False)
-    names = [unit.modules[0] for unit in training.units()]
+    names = [spec.modules[0] for spec in training.specs()]
     gathered = [names[one.use] for one in tasks if one.kind == "gather"]
     assert gathered == ["embedding", "first", "second", "head", "norm", "first"]
     assert [names[one.use] for one in tasks if one.kind == "reduce"] == [

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mm.checkpoint import convert
-from mm.checkpoint.convert import Options
-from mm.checkpoint.saved_steps import LATEST_FILE
+from mm.checkpoint.directories import LATEST_FILE
 from mm.errors import UserError
 from tests.files import json_lines
 from tests.launch import run_ranks
@@ -80,6 +79,14 @@ def test_a_save_of_replicas_that_differ_is_refused(results: dict) -> None:
     assert problem.startswith(f"replicas hold different values of {found['name']} (weight)")
 
 
+def test_checkpoints_of_another_run_on_another_disk_are_refused(results: dict) -> None:
+    """The check before the run has looked at rank 0's disk alone."""
+    (problem,), other = results["used"]
+    assert other == [problem]
+    assert re.match(r"\S+: --save is 'save/used', but save/used holds checkpoints of another run \(iterations: 2\): "
+                    r"give --load save/used", problem)
+
+
 # The command
 
 
@@ -114,6 +121,6 @@ def test_a_run_that_is_killed_while_it_commits_equals_an_undisturbed_one(tmp_pat
     assert not list((inputs / "killed").glob("node*/save/.mm-*")), "locks and probes are removed"
     own, other = (inputs / "killed" / f"node{node}" / "save" / "iter_0000006" for node in range(2))
     with pytest.raises(UserError, match=r"lacks weights_tp00_pp01.safetensors: .*rsync -a"):
-        convert.mm_to_hf(own, inputs / "hf", inputs / "none").run(Options(num_workers=1))
+        convert.mm_to_hf(own, inputs / "hf", inputs / "none").run(num_workers=1)
     shutil.copytree(other, own, dirs_exist_ok=True)
-    convert.mm_to_hf(own, inputs / "hf", inputs / "converted").run(Options(num_workers=1))
+    convert.mm_to_hf(own, inputs / "hf", inputs / "converted").run(num_workers=1)

@@ -16,13 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from mm.checkpoint import convert, manifest, saved_steps
-from mm.checkpoint.convert import Options
+from mm.checkpoint import convert, directories, manifest
 from mm.checkpoint.source import open_training
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError
-from mm.weights.names import published_name
-from mm.weights.table import local_shape, model_weights
+from mm.weights.table import local_shape, model_weights, published_name
 from tests import tiny
 from tests.launch import run_ranks
 
@@ -125,7 +123,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_harms_nothing(results: dict
     (problem,), other = found["problems"]
     assert other == [problem]
     assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
-    assert found["left"] == ["iter_0000000", saved_steps.LATEST_FILE]
+    assert found["left"] == ["iter_0000000", directories.LATEST_FILE]
     assert found["resumed"] == [0, 0] and found["later"] == [1, 4]
 
 
@@ -135,7 +133,7 @@ def test_ranks_read_the_optimizer_state_only_once(results: dict) -> None:
 
 
 def test_only_the_newest_checkpoints_are_kept(results: dict) -> None:
-    assert results["retention"] == ["iter_0000003", "iter_0000004", saved_steps.LATEST_FILE]
+    assert results["retention"] == ["iter_0000003", "iter_0000004", directories.LATEST_FILE]
 
 
 @pytest.mark.parametrize("name", ["dp2-distributed-overlap", "tp2-bf16", "pp2-tied"])
@@ -160,7 +158,7 @@ def test_a_failure_in_the_background_is_raised_on_all_ranks(results: dict) -> No
     (problem,), other = found["problems"]
     assert other == [problem]
     assert "weights_tp01_pp00.safetensors cannot be written (File too large)" in problem
-    assert found["left"] == ["best", "iter_0000000", saved_steps.LATEST_FILE] and not found["is_pending"]
+    assert found["left"] == ["best", "iter_0000000", directories.LATEST_FILE] and not found["is_pending"]
     assert found["saved"] == ["best/iter_0000001"]
 
 
@@ -171,7 +169,7 @@ def test_random_weights_are_the_same_in_every_layout(results: dict) -> None:
 
 
 def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: Path) -> None:
-    folder, notes = saved_steps.find_checkpoint(directory / "killed")
+    folder, notes = directories.find_checkpoint(directory / "killed")
     assert folder.name == "iter_0000000"
     read_everything(folder)
     (note,) = notes
@@ -184,7 +182,7 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
 @pytest.mark.parametrize(("layout", "tied"), [("tp2", ""), ("pp2", "-tied")])
 def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
-    convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(Options(num_workers=1))
+    convert.mm_to_hf(checkpoint, base, tmp_path / "out").run(num_workers=1)
     expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -219,7 +217,7 @@ def read_everything(folder: Path) -> None:
 @pytest.fixture
 def checkpoint(directory: Path, tmp_path: Path) -> Path:
     """A copy of a distributed bf16 checkpoint to damage."""
-    source, _ = saved_steps.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
+    source, _ = directories.find_checkpoint(directory / "resume" / "dp2-distributed-bf16")
     return Path(shutil.copytree(source, tmp_path / source.name))
 
 

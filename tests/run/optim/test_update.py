@@ -17,8 +17,8 @@ from mm.batch import BatchTotals, StepPlan
 from mm.device.cpu import _TorchOnCpu
 from mm.device.device import Device
 from mm.errors import AgreedError
-from mm.weights.fp32_split import joined
-from mm.weights.fp32_split import split as split_numbers
+from mm.weights.shard import joined
+from mm.weights.shard import split as split_numbers
 from tests.parallel.trace import Trace, counting
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
 from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS

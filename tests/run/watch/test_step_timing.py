@@ -117,7 +117,7 @@ def test_a_step_is_split(one_rank: Any) -> None:
 
 
 class LateDevice:
-    """Like an accelerator: it has passed a mark only once the host has read a number that was queued after it."""
+    """Like an accelerator: it has passed an event only once the host has read a number that was queued after it."""
 
     torch_device = "late:0"
 
@@ -125,16 +125,16 @@ class LateDevice:
         self.num_marks = self.num_passed = 0
         self.runtime = self
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         self.num_marks += 1
         return self.num_marks
 
     def max_memory_bytes(self) -> int:
         return 2**30
 
-    def seconds_between(self, marks: list[int]) -> list[float]:
-        assert max(marks) <= self.num_passed, "a real device would raise, or the host would have to wait"
-        return [after - before for before, after in pairwise(marks)]
+    def seconds_between(self, events: list[int]) -> list[float]:
+        assert max(events) <= self.num_passed, "a real device would raise, or the host would have to wait"
+        return [after - before for before, after in pairwise(events)]
 
 
 def test_only_what_the_device_has_passed_is_read(one_rank: Any) -> None:

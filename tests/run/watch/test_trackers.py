@@ -12,7 +12,8 @@ import pytest
 
 from mm.config.args import parse
 from mm.errors import UserError
-from mm.run.watch.metrics import MetricsWriter, ScoreMetrics, ValidationMetrics, score_line, tracker_problems
+from mm.run.watch.metrics import MetricsWriter, ScoreMetrics, ValidationMetrics, score_line
+from mm.run.watch.trackers import tracker_problems
 from tests.run.watch.test_metrics import STEP
 
 BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",

@@ -1,1 +1,0 @@
-"""What does the model see of a sample?  Token ids, labels, positions and patches."""
