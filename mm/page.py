@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
-from mm.config.schema import STRICT, Positional
+from mm.config.parse import STRICT, Positional
 from mm.console import duration
 from mm.data.loader.quarantine import LEDGER
 from mm.data.sample import BadSample

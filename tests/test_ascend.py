@@ -8,7 +8,7 @@ import pytest
 
 from mm.config.args import Arguments
 from mm.config.command_line import flag_name
-from mm.config.schema import fields_of
+from mm.config.parse import fields_of
 from tests.files import ROOT
 from tests.launch import run_ranks, warm_python
 from tests.test_examples import recorded, run_script

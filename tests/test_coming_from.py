@@ -10,7 +10,7 @@ from mm.config.data import DataConfig
 from mm.config.evaluate import EVALUATE, EvaluationConfig
 from mm.config.generate import GENERATE, INFERENCE_KEYS
 from mm.config.mindspeed import DATA_KEYS, FLAGS
-from mm.config.schema import fields_of, settings_of
+from mm.config.parse import fields_of, settings_of
 from tests.files import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("coming-from-*.md"))

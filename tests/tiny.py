@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from mm.batch import Grid, Microbatch
 from mm.config.args import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from mm.model.qwen2_5_vl.arithmetic import VideoTimes
+from mm.model.qwen2_5_vl.positions import VideoTimes
 from mm.placement import PipelineLayout
 from mm.weights.table import Fusion, Weight, fuse, local_shape, published_name
 from tests.microbatches import NUM_TEXT_IDS, RawSample, packed, random_pixels

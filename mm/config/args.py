@@ -2,7 +2,7 @@
 
 Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
 help.  Flags of other programs that do nothing here are in ``mm.config.mindspeed``, rules between flags in
-``mm.config.flag_rules``.
+``mm.config.rules``.
 """
 
 import os
@@ -17,7 +17,7 @@ from mm.config.command_line import CommandLine
 from mm.config.layers import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.lora import ALPHAS_TEXT, Alpha, Alphas, LoraConfig, Ranks
 from mm.config.mindspeed import FLAGS
-from mm.config.schema import (
+from mm.config.parse import (
     FIRST,
     LOCAL,
     STRICT,

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import (
+from mm.config.parse import (
     STRICT,
     Count,
     Document,

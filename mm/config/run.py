@@ -16,7 +16,10 @@ from pydantic_core import to_jsonable_python
 from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, dataset_files, read_data
-from mm.config.flag_rules import (
+from mm.config.lora import lora_notes, lora_problems, merged
+from mm.config.model import ModelConfig, placement_notes, read_model
+from mm.config.parse import LOCAL, Document, changed, fields_of, shown
+from mm.config.rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
     RATE_KEYS,
@@ -31,9 +34,6 @@ from mm.config.flag_rules import (
     validation_notes,
     validation_problems,
 )
-from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.schema import LOCAL, Document, changed, fields_of, shown
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, attempt, collected, redacted, refuse
 from mm.files import is_same_directory

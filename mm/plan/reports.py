@@ -14,7 +14,7 @@ from mm.cost.stage_memory import stage_sizes
 from mm.cost.workload import Workload, counts_of
 from mm.errors import counted, refuse
 from mm.parallel.activity import Activity, Work
-from mm.parallel.order import TimedStep, as_costs, simulate
+from mm.parallel.pipeline_schedule import TimedStep, as_costs, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
 from mm.timeline import (

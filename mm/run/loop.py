@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mm.batch import StepPlan
-from mm.config.flag_rules import asks
+from mm.config.rules import asks
 from mm.config.run import Run
 from mm.console import ongoing
 from mm.data.loader.feature_writer import FeatureWriter, vision_fingerprint

@@ -16,7 +16,7 @@ from pathlib import Path
 from mm.checkpoint.adapters import check_base
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.source import Kind
-from mm.config.flag_rules import is_due, validates
+from mm.config.rules import is_due, validates
 from mm.config.run import Run, with_own_paths
 from mm.console import ongoing
 from mm.data.index.dataset import Dataset, TrainedOn
@@ -196,7 +196,8 @@ def open_feed(
 
     opened = together(mesh, open_own)
     reader = opened and opened.validation
-    found = all_of((reader.plan(),) if reader else (), mesh.control_group)
+    own_plan = together(mesh, lambda: reader.plan() if reader else None)
+    found = all_of((own_plan,) if own_plan else (), mesh.control_group)
     assert len(found) <= 1, "ranks that own data see the same samples"
     validation = found[0] if found else None
     loader = together(mesh, lambda: opened and opened.open_loader(
@@ -204,8 +205,8 @@ def open_feed(
     steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
     plans = StepBroadcast(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
-                      opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
-                      run.args.shards_gradients)
+                          opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
+                          run.args.shards_gradients)
     numbers, *_ = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
     return Feed(plans, opened and opened.data, validation, *numbers)
 

@@ -7,10 +7,10 @@ import pytest
 from mm.config.args import TRAIN, Arguments, parse
 from mm.config.command_line import flag_name
 from mm.config.evaluate import EVALUATE
-from mm.config.flag_rules import flag_notes, flag_problems
 from mm.config.generate import GENERATE
 from mm.config.mindspeed import FLAGS, Fixed, Inert, SameAs
-from mm.config.schema import Excludes, Group, Idle, Needs, choices, converted, fields_of, section_of
+from mm.config.parse import Excludes, Group, Idle, Needs, choices, converted, fields_of, section_of
+from mm.config.rules import flag_notes, flag_problems
 from mm.console import NEEDED
 from mm.errors import UserError
 from tests.workload import NO_COPIES, REMAINDERS

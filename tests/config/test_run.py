@@ -7,11 +7,11 @@ import pytest
 
 from mm.config.args import Arguments
 from mm.config.data import DataConfig, read_data
-from mm.config.flag_rules import asks, is_due, validates
 from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import read_model
+from mm.config.parse import LOCAL, fields_of
+from mm.config.rules import asks, is_due, validates
 from mm.config.run import Run, load_run, resolved, shared_settings
-from mm.config.schema import LOCAL, fields_of
 from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed, model
 from tests.files import EXAMPLES

@@ -32,7 +32,7 @@ from mm.cost.workload import counts_of
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, slot_flops
-from mm.parallel.order import as_costs
+from mm.parallel.pipeline_schedule import as_costs
 from mm.weights.table import VISION_PLACES, Place
 from tests.plan.test_dry_run import run_of
 from tests.tiny import our_config

@@ -15,7 +15,7 @@ from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
 from mm.cost.stage_memory import StageMemory, offloaded, stage_memory
 from mm.model.layers.loss import MAX_LOGIT_ROWS
-from mm.parallel.order import stage_steps
+from mm.parallel.pipeline_schedule import stage_steps
 from tests.plan.test_dry_run import EXAMPLES, run_of
 
 TOKENS = MicrobatchSizes(num_tokens=100, num_patches=0, num_targets=0)
@@ -89,6 +89,27 @@ def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
     kept = 5 * layer.kept(INPUT) + 13 * layer.kept(ALL) + 2 * 128 * 2
     assert stage.kept_bytes(TOKENS) == 100 * kept
     assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
+
+
+def test_a_frozen_prefix_keeps_nothing_but_needs_working_memory() -> None:
+    stage, _ = stages([32, 0], [0, 36], "vp")
+    assert stage.kept_bytes(PATCHES) == 0
+    layer = layer_bytes(stage.model.vision, 3424, 1, 2)
+    assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
+
+
+def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
+    """Nothing of the ViT is cut, not even with sequence parallelism: a patch costs what it costs on one rank."""
+    alone = stages([16, 16, 0], [0, 0, 36])
+    whole = [dataclasses.replace(one, tp_size=2, num_pieces=2, model=dataclasses.replace(
+        one.model, encoder_placement="tensor_ranks")) for one in alone]
+    rows = MicrobatchSizes(0, 400, 0)
+    for one, other in zip(alone[:2], whole[:2], strict=True):
+        assert other.kept_bytes(rows) == one.kept_bytes(rows) > 0
+        assert other.coming_bytes(rows) == one.coming_bytes(rows)
+        assert other.working_bytes(rows) == one.working_bytes(rows)
+    text = MicrobatchSizes(400, 0, 0)
+    assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
 
 
 def test_microbatches_in_flight_under_1f1b() -> None:

@@ -19,7 +19,7 @@ from mm.cost.workload import Workload, counts_of
 from mm.data.sampler.cost import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slot_flops
-from mm.parallel.order import step_cost
+from mm.parallel.pipeline_schedule import step_cost
 from mm.weights.table import VISION_PLACES
 from tests.cost.test_costs import by_flops
 from tests.tiny import our_config

@@ -15,7 +15,7 @@ from mm.device.attention import PLAIN, Pairs, PartialAttention, Segments
 from mm.device.cpu import cpu_attention
 from mm.device.cuda import cuda_attention
 from mm.device.npu import npu_attention
-from mm.model.qwen2_5_vl.arithmetic import plan_vision
+from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.devices import kernels_of
 
 fast = settings(max_examples=40, deadline=None)

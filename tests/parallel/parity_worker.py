@@ -131,7 +131,8 @@ def relative_errors(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessG
         both[0], both[1] = (ours.double() - expected.double()).square().sum(), expected.double().square().sum()
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return [float((error / size.clamp_min(1e-30)).sqrt()) if error > 0 else 0.0 for error, size in sums]
+    return [0.0 if error == 0 else float((error / size.clamp_min(1e-30)).sqrt().nan_to_num(torch.inf))
+            for error, size in sums]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from mm.config.run import load_run
 from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.index.index import Measure
 from mm.errors import UserError
-from mm.generation.source import find
+from mm.generation.setup import find
 from mm.run.preflight import check
 from mm.run.sources import Sources, with_start
 from mm.train import main

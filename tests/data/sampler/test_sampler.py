@@ -34,7 +34,7 @@ from tests.data.oracle import plain_order
 from tests.tiny import our_config
 
 sizes = st.integers(1, 60)
-seeds = st.integers(0, 2**31)
+seeds = st.integers(0, 2**63 - 1)
 
 
 def stream(num_samples, seed, first, count, shuffle=True):

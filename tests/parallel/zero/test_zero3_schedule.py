@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.zero.schedule import Task, Use, Zero3Schedule, is_used, tasks_of, uses_of
+from mm.parallel.zero.bucket_schedule import Task, Use, Zero3Schedule, is_used, tasks_of, uses_of
 from mm.parallel.zero.weight_shards import BucketSpec
 from tests.parallel.zero.fake_gradients import FakeGradients
 

@@ -13,7 +13,7 @@ from demo.tiny_checkpoint import build
 from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.errors import UserError
-from mm.generation.source import even_lists, find, placed
+from mm.generation.setup import even_lists, find, placed
 from mm.placement import layout_problems
 from mm.weights.table import stage_weights
 from tests.test_examples import EXAMPLES

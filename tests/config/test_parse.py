@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.data import Paths
 from mm.config.layers import Layers
 from mm.config.mindspeed import Fixed, Inert
-from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_json, read_settings
+from mm.config.parse import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_json, read_settings
 from mm.errors import UserError
 
 

@@ -10,7 +10,7 @@ from mm.config.command_line import flag_name, rule_notes, rule_problems
 from mm.config.data import DataConfig
 from mm.config.layers import activation_notes, activation_problems
 from mm.config.model import ModelConfig
-from mm.config.schema import changed
+from mm.config.parse import changed
 from mm.console import whole_number
 from mm.errors import NoEffect, nearest
 
