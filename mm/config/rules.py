@@ -24,6 +24,8 @@ ACTIVATION_FLAGS = {
     "offload": ("cpu_offload_activations", "cpu_offloading_num_layers"),
 }
 """Setting of a tower -> the flags that give it where the model JSON does not."""
+_GONE_PHASE = "dying"
+"""A phase of earlier versions, whose limit has no effect."""
 _DYNAMIC_SCALE_FLAGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -41,7 +43,7 @@ def flag_problems(args: Arguments) -> Iterator[str]:
                f"{args.save_interval}, because no other iterations are saved at intervals")
     for word in args.phase_timeouts:
         name, _, seconds = word.partition("=")
-        if name not in PHASE_SECONDS:
+        if name not in (*PHASE_SECONDS, _GONE_PHASE):
             yield (f"--phase-timeouts has {word!r}, but {name!r} is no phase{nearest(name, PHASE_SECONDS)}; expected "
                    f"NAME=SECONDS with a name of {', '.join(PHASE_SECONDS)}")
         elif whole_number(seconds) is None:

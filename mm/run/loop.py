@@ -67,6 +67,7 @@ class Trainer:
         self.saver = Saver(run, self.setup, claim or Claim(), self._say, watchdog.phase, disks, self.progress.iteration,
                            exportable(run, sources))
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
+        self._validates = False  # until the data are open
 
     def run_steps(self) -> None:
         """Train until ``--train-iters`` or ``--exit-interval``, an early stop, a signal, or the end of the time."""
@@ -80,6 +81,7 @@ class Trainer:
             feed, feature_writer = self.feed(last - first + 1), self._feature_writer()
             validator = Validator(self.run.args, self.setup, self._watchdog, feed, self.reporter, self._say)
             self.progress = validator.begin(replace(self.progress, data=feed.trained_on))
+            self._validates = feed.validation is not None
         with watch.watching(), self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
                 if self._is_over:
@@ -149,7 +151,7 @@ class Trainer:
     def _has_ended_early(self) -> bool:
         """Whether ``--early-stopping-patience`` ends the run; the same on every rank, because losses are."""
         patience = self.run.args.early_stopping_patience
-        return patience is not None and self.progress.best.num_since >= patience
+        return patience is not None and self._validates and self.progress.best.num_since >= patience
 
     @property
     def _is_over(self) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mm.checkpoint.adapters import check_base
+from mm.checkpoint.directories import find_checkpoint
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.source import Kind
 from mm.config.rules import is_due, validates
@@ -106,8 +107,10 @@ def start(
     with ongoing("building the optimizer", mesh.rank == 0):
         setup = together(mesh, lambda: Setup.build(stage, mesh, args))
     progress = _restored(run, setup, sources)
-    notes = on_first(mesh, lambda: [  # of the directory, in which the other ranks have opened one checkpoint
-        note for source in (whole, sources.adapters) if source is not None for note in source.notes])
+    is_checkpoint = sources.checkpoint(run) is not None  # whose notes were taken before leftovers were deleted
+    notes = on_first(mesh, lambda: find_checkpoint(str(args.load))[1] if is_checkpoint else ())
+    if whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on):
+        notes = (*whole.notes, *notes)
     if (loaded := sources.adapters or whole) is not None:
         beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""
         say(f"loaded a {_NAMES[loaded.kind]} checkpoint from {args.load or loaded.path}{beside}, iteration "

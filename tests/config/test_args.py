@@ -90,6 +90,8 @@ def test_forms_of_values():
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; give it alone, or not at all"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; give it alone, or not at all"),
     (["--device", "cudo"], "--device is 'cudo'; expected one of auto, npu, cuda, cpu (did you mean 'cuda'?)"),
+    (["--recompute-modules", "mlp", "layernrom"], "--recompute-modules is 'layernrom'; expected one or more of "
+     "layernorm, mlp_act, mlp, core_attn (did you mean 'layernorm'?)"),
     (["--recompute-modules", "mlp", "attn"], "--recompute-modules is 'attn'; expected one or more of layernorm, "
      "mlp_act, mlp, core_attn (did you mean 'core_attn'?)"),
     (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: only linear layers can have "
