@@ -47,7 +47,8 @@ def _pairs(value: Any) -> Any:
         return tuple(cast("dict[object, object]", value).items())
     if isinstance(value, list | tuple):
         pairs = cast("Sequence[object]", value)
-        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else pair for pair in pairs)
+        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else
+                     tuple(cast("list[object]", pair)) if isinstance(pair, list) else pair for pair in pairs)
     return value
 
 
