@@ -48,7 +48,7 @@ ROOMS = {
         "mm.data.loader": 4,
     },
     "mm.run": {
-        "mm.run.schedule": 0, "mm.run.resources": 0,
+        "mm.run.schedule": 0, "mm.run.resources": 0, "mm.run.stopping": 0,
         "mm.run.progress": 1, "mm.run.sources": 1,
         "mm.run.optim": 2,
         "mm.run.step": 3,

@@ -15,7 +15,8 @@ from mm.config.args import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.model.qwen2_5_vl.positions import VideoTimes
 from mm.placement import PipelineLayout
-from mm.weights.table import Fusion, Weight, fuse, local_shape, published_name
+from mm.weights.fuse import fuse, local_shape
+from mm.weights.table import Fusion, Weight, published_name
 from tests.microbatches import NUM_TEXT_IDS, RawSample, packed, random_pixels
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253

@@ -20,8 +20,8 @@ from typing import Any, get_args
 from mm.config.data import DataConfig
 from mm.config.layers import RecomputeConfig
 from mm.config.model import EncoderPlacement, ModelConfig
-from mm.config.rules import loss_problems
-from mm.config.run import Run, parallel_problems
+from mm.config.rules import loss_problems, parallel_problems
+from mm.config.run import Run
 from mm.console import Progress
 from mm.cost.calibration import Calibration
 from mm.cost.predict import Predictor, StepPrediction

@@ -17,7 +17,8 @@ from mm.checkpoint.source import open_source, open_to_train
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, shard, stage_weights
+from mm.weights.fuse import shard
+from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, stage_weights
 from tests import tiny
 from tests.checkpoint.test_hf_config import flat
 from tests.saved_hf import as_single_file, cast, save, weight_files

@@ -20,7 +20,8 @@ from mm.checkpoint.source import open_source, open_to_train
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.families.qwen2_5_vl import published_config
-from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
+from mm.weights.fuse import fuse, shard
+from mm.weights.table import EMBEDDING_NAME, model_weights, stage_weights
 from tests.files import EXAMPLES
 from tests.mm_convert.models import SmallModel, layouts, small_models, write_sparse_mm
 

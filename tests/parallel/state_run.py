@@ -32,8 +32,9 @@ from mm.run.checkpoint.save import BegunSave  # noqa: E402
 from mm.run.optim.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.run.optim.update import gradients_for_norm  # noqa: E402
 from mm.run.step import Setup, forward_backward, step  # noqa: E402
+from mm.weights.fuse import unshard  # noqa: E402
 from mm.weights.shard import joined, memory_shape  # noqa: E402
-from mm.weights.table import model_weights, unshard  # noqa: E402
+from mm.weights.table import model_weights  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
 from tests.tiny import copied_weights, microbatch, our_config, random_sample, without_padding  # noqa: E402

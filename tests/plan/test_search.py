@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.config.layers import OffloadConfig, RecomputeConfig
-from mm.config.run import Run, parallel_problems
+from mm.config.rules import parallel_problems
+from mm.config.run import Run
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import BlockLaws, Calibration
 from mm.cost.predict import Predictor

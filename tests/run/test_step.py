@@ -9,8 +9,8 @@ import torch
 from mm.batch import BatchTotals, StepPlan
 from mm.device.device import Device
 from mm.errors import AgreedError
+from mm.weights.fuse import local_shape
 from mm.weights.shard import memory_shape
-from mm.weights.table import local_shape
 from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole, without_padding
 from tests.workload import NO_COPIES, REMAINDERS
 

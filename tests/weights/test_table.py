@@ -12,22 +12,17 @@ from mm.checkpoint.mindspeed_layout import stage_local_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems
+from mm.weights.fuse import fuse, fuse_pieces, hf_ranges, local_shape, shard, unshard
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
     Fusion,
     Place,
-    fuse,
-    fuse_pieces,
-    hf_ranges,
     is_target,
     live_name,
-    local_shape,
     model_weights,
     published_name,
-    shard,
     stage_weights,
-    unshard,
 )
 from tests.saved_hf import Spelling, spell
 from tests.unfuse import unfuse

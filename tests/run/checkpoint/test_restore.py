@@ -20,7 +20,8 @@ from mm.checkpoint import convert, directories, manifest
 from mm.checkpoint.source import open_training
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError
-from mm.weights.table import local_shape, model_weights, published_name
+from mm.weights.fuse import local_shape
+from mm.weights.table import model_weights, published_name
 from tests import tiny
 from tests.launch import run_ranks
 
