@@ -18,7 +18,6 @@ from tests.workload import NO_COPIES, REMAINDERS
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
 
-
 FIELDS = fields_of(Arguments)
 
 
@@ -123,8 +122,7 @@ def test_the_last_of_repeated_flags_is_used_with_a_note():
 def test_flags_without_effect_are_noted_once_per_reason():
     assert set(notes("--use-flash-attn", "--vocab-size", "1", "--vocab-size", "2", "--swiglu")) == {
         "--vocab-size, --swiglu: no effect: the model JSON decides",
-        "--use-flash-attn: no effect: the device chooses its kernels",
-    }
+        "--use-flash-attn: no effect: the device chooses its kernels"}
     assert notes("--optimizer", "adam") == ()
 
 
