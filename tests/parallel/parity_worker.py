@@ -38,13 +38,7 @@ from mm.run.optim.optimizer import owned_states  # noqa: E402
 from mm.run.optim.update import StepResult, update  # noqa: E402
 from mm.run.step import Setup, forward_backward  # noqa: E402
 from mm.weights.shard import MemoryLayout  # noqa: E402
-from mm.weights.table import (  # noqa: E402
-    Weight,
-    model_weights,
-    published_name,
-    shard,
-    stage_weights,
-)
+from mm.weights.table import Weight, model_weights, published_name, shard, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.devices import kernels_of  # noqa: E402
 from tests.files import write_whole  # noqa: E402
