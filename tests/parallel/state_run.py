@@ -135,8 +135,7 @@ class Run:
         """Gradients of the next step, reduced, in fp32, as this rank's optimizer gets them."""
         forward_backward(self.setup, self.plan())
         assert not self.optimizer.prepare_grads()
-        return [gradient for one in self.optimizer.chained_optimizers
-                for gradient in gradients_for_norm(one)]
+        return [gradient for one in self.optimizer.chained_optimizers for gradient in gradients_for_norm(one)]
 
     def save(
         self, directory: Path, retention: Retention = ALL_KEPT, disks: Disks | None = None, **options: bool
