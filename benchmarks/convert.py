@@ -37,8 +37,9 @@ from mm.checkpoint.hf_config import model_from_hf
 from mm.checkpoint.mindspeed_layout import Layout
 from mm.checkpoint.safetensors import safetensors_file
 from mm.families.qwen2_5_vl import published_config
+from mm.weights.fuse import local_shape
 from mm.weights.shard import memory_shape, readers
-from mm.weights.table import local_shape, model_weights, stage_weights
+from mm.weights.table import model_weights, stage_weights
 from tests.files import table
 
 MAX_RATIO = {"warm": 1.4, "cold": 1.7}

@@ -28,7 +28,7 @@ from benchmarks.measure import DEVICES, SIZES, Clock, shipped_model
 from benchmarks.records import OURS, Records, add_record_flags
 from mm.device.attention import Segments, by_length, sdpa
 from mm.device.device import Device
-from mm.model.qwen2_5_vl.arithmetic import plan_vision
+from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.workload import SAMPLE, TINY_SAMPLE, Sample, mixed_samples, num_tokens
 
 CEILING_SIDE, CEILING_COPY_BYTES = 8192, 4 << 30

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.measure import command, report, run_ranks
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.parallel.activity import Work
-from mm.parallel.order import SlotCost, step_cost
+from mm.parallel.pipeline_schedule import SlotCost, step_cost
 from mm.weights.trained import GradientPath
 
 NUM_MICROBATCHES = 16

@@ -33,8 +33,9 @@ from mm.parallel.activity import Activity, Work
 from mm.parallel.megatron import DTYPES
 from mm.process import free_port
 from mm.run.step import Setup, forward_backward, step
+from mm.weights.fuse import fuse, shard
 from mm.weights.shard import MemoryLayout
-from mm.weights.table import fuse, model_weights, published_name, shard
+from mm.weights.table import model_weights, published_name
 from tests.microbatches import own_pixels
 
 LR = 1e-5

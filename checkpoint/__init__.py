@@ -1,0 +1,1 @@
+"""The command ``mm-convert``; the formats and conversions are in ``mm.checkpoint``."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from checkpoint import options
 from mm.config.command_line import CommandLine, Commands
-from mm.config.schema import parse_json, read_json
+from mm.config.parse import parse_json, read_json
 from mm.errors import UserError
 from mm.families import FAMILIES
 from mm.process import run_command

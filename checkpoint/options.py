@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.args import VitQkvOrder
 from mm.config.lora import ALPHAS_TEXT, Alpha
 from mm.config.model import EncoderPlacement
-from mm.config.schema import STRICT, Count, Group, NaturalNumber
+from mm.config.parse import STRICT, Count, Group, NaturalNumber
 from mm.placement import PipelineLayout
 
 

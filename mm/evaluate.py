@@ -36,7 +36,7 @@ def _run(words: Sequence[str]) -> int:
 def evaluate(evaluating: Evaluating) -> int:
     """Ask and score on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     with loading(is_first_rank()):
-        from mm.generation.source import opened
+        from mm.generation.setup import opened
 
     read: list[Items] = []  # on rank 0; the other ranks have no use for the questions
 

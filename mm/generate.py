@@ -27,7 +27,7 @@ def _run(words: Sequence[str]) -> int:
 def answer(asking: Asking[GenerateArguments]) -> int:
     """Answer on this process's device, as one rank of the launcher's world; returns the exit status, 0."""
     with loading(is_first_rank()):
-        from mm.generation.source import opened
+        from mm.generation.setup import opened
 
     args = asking.args
     with opened(asking) as (session, phase):

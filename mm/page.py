@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import CommandLine
-from mm.config.schema import STRICT, Positional
+from mm.config.parse import STRICT, Positional
 from mm.console import duration
 from mm.data.loader.quarantine import LEDGER
 from mm.data.sample import BadSample
@@ -150,7 +150,7 @@ class Metrics:
         kind, iteration = row["kind"], int(row.get("iteration", 0))
         if kind == "step":
             self._steps.append(tuple(float(np.nan if row[name] is None else row[name]) for name in _COLUMNS))
-            self._mfu.append(float(np.nan if row["mfu"] is None else row["mfu"]))
+            self._mfu.append(float(np.nan if row.get("mfu") is None else row["mfu"]))
             self._epoch = None if row.get("epoch") is None else float(row["epoch"])
             self._num_tokens += int(row["num_tokens"])
             self._num_unchanged += not row["updated"]
@@ -309,7 +309,7 @@ def _answers(folder: Path) -> tuple[int, list[tuple[list[bytes], str]]]:
         return 0, []
     found = list[tuple[float, int, Report]]()
     for number, (place, line) in enumerate(_lines(files[max(files)])):
-        with _reading(place, "an answer", "remove that line, and make the page again"):
+        with _reading(place, "an answer", "remove the file, and make the page again"):
             row = json_object(line)
             options = "".join(f"\n{letter}. {text}" for letter, text in row.get("options", {}).items())
             found.append((float(row["score"]), number, Report("", (

@@ -24,8 +24,7 @@ from mm.checkpoint.hf_config import model_from_hf
 from mm.config.args import TRAIN, DeviceName
 from mm.config.command_line import CommandLine, rule_problems
 from mm.config.model import ModelConfig
-from mm.config.run import load_run, resolved
-from mm.config.schema import (
+from mm.config.parse import (
     FIRST,
     STRICT,
     Count,
@@ -44,6 +43,7 @@ from mm.config.schema import (
     read_json,
     settings_of,
 )
+from mm.config.run import load_run, resolved
 from mm.console import loading, whole_number
 from mm.errors import UserError, nearest, printable, refuse, writing
 from mm.families import TITLES

@@ -43,7 +43,7 @@ def _kept(words: Sequence[str]) -> str:
     """
     given = TRAIN.split(words)
     if "--dry-run" in given.given or "--check" in given.given:
-        return "an index of samples that is finished is kept"
+        return "any finished sample index is kept"
     if (save := given.last("--save")) is None:
         return "nothing is kept, because there is no --save"
     checkpoints: Any = sys.modules.get("mm.checkpoint.directories")

@@ -18,7 +18,7 @@ from mm.config.args import Arguments
 from mm.config.command_line import flag_name
 from mm.config.data import DataConfig
 from mm.config.model import ModelConfig
-from mm.config.schema import expected, fields_of, settings_of
+from mm.config.parse import expected, fields_of, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"index.md": "README.md", **{name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}}

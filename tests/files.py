@@ -24,3 +24,10 @@ def write_whole(path: Path, text: str) -> None:
     """Write ``text`` so that no reader sees half of it."""
     path.with_suffix(".part").write_text(text, encoding="utf-8")
     path.with_suffix(".part").replace(path)
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    """Flip one bit of a byte."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    path.write_bytes(content)

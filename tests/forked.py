@@ -28,7 +28,7 @@ from mm.process import free_port
 from tests.launch import fork_rank
 
 _NEEDED = ("mm.train", "mm.run.preflight", "mm.run.loop", "mm.evaluate", "mm.generation.answers",
-           "mm.generation.source", "checkpoint.cli", "tests.tiny",
+           "mm.generation.setup", "checkpoint.cli", "tests.tiny",
            "megatron.core.transformer.transformer_block", "transformers.models.qwen2.tokenization_qwen2")
 """Modules that most programs here import, directly or later."""
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 CHANGES_DISK = ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink")
 
 
-def run_killed(action: Callable[[], object], after: int) -> bool:
-    """Run ``action`` in a process that kills itself right before its ``after``-th change to the disk.
+def run_killed(action: Callable[[], object], after: int, calls: tuple[str, ...] = CHANGES_DISK) -> bool:
+    """Run ``action`` in a process that kills itself right before its ``after``-th one of ``calls``.
 
-    Returns whether it was killed: False if it makes fewer changes.
+    Returns whether it was killed: False if it makes fewer.
     """
     child = os.fork()
     if child == 0:
@@ -21,13 +21,13 @@ def run_killed(action: Callable[[], object], after: int) -> bool:
             def call(*arguments, **options):
                 nonlocal remaining
                 remaining -= 1
-                if remaining == 0:
+                if remaining <= 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(*arguments, **options)
             return call
 
         with contextlib.suppress(BaseException):
-            for name in CHANGES_DISK:
+            for name in calls:
                 setattr(os, name, dying(getattr(os, name)))
             action()
             os._exit(0)

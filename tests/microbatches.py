@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mm.batch import IGNORE_INDEX, Grid, Microbatch, Normalisation, normalised
 from mm.config.model import ModelConfig
-from mm.model.qwen2_5_vl.arithmetic import VideoTimes, mrope_positions
+from mm.model.qwen2_5_vl.positions import VideoTimes, mrope_positions
 from tests.workload import Sample
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from mm.batch import (
     normalised,
     targets_per_segment,
 )
-from mm.model.qwen2_5_vl.arithmetic import plan_vision
+from mm.model.qwen2_5_vl.positions import plan_vision
 from tests.tiny import our_config
 
 fast = settings(max_examples=40, deadline=None)

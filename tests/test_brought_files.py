@@ -65,43 +65,16 @@ LOAD_PATH="{inputs}/mm"
 SAVE_PATH="{inputs}/save_dir"
 """ + SIZES + """\
 GPT_ARGS="
-    --use-mcore-models \\
-    --tensor-model-parallel-size ${{TP}} \\
-    --pipeline-model-parallel-size ${{PP}} \\
-    --context-parallel-size ${{CP}} \\
-    --context-parallel-algo ulysses_cp_algo \\
-    --micro-batch-size ${{MBS}} \\
-    --global-batch-size ${{GBS}} \\
-    --tokenizer-type NullTokenizer \\
-    --vocab-size 152064 \\
-    --seq-length 512 \\
-    --make-vocab-size-divisible-by 1 \\
-    --normalization RMSNorm \\
-    --use-fused-rmsnorm \\
-    --swiglu \\
-    --use-fused-swiglu \\
-    --no-masked-softmax-fusion \\
-    --lr 1.0e-5 \\
-    --lr-decay-style cosine \\
-    --weight-decay 0 \\
-    --train-iters 4 \\
-    --lr-warmup-fraction 0.1 \\
-    --clip-grad 0.0 \\
-    --adam-beta1 0.9 \\
-    --adam-beta2 0.999 \\
-    --no-gradient-accumulation-fusion \\
-    --seed 42 \\
-    --load $LOAD_PATH \\
-    --use-flash-attn \\
-    --variable-seq-lengths \\
+    --use-mcore-models --tensor-model-parallel-size ${{TP}} --pipeline-model-parallel-size ${{PP}} \\
+    --context-parallel-size ${{CP}} --context-parallel-algo ulysses_cp_algo \\
+    --micro-batch-size ${{MBS}} --global-batch-size ${{GBS}} \\
+    --tokenizer-type NullTokenizer --vocab-size 152064 --seq-length 512 --make-vocab-size-divisible-by 1 \\
+    --normalization RMSNorm --use-fused-rmsnorm --swiglu --use-fused-swiglu --no-masked-softmax-fusion \\
+    --lr 1.0e-5 --lr-decay-style cosine --weight-decay 0 --train-iters 4 --lr-warmup-fraction 0.1 --clip-grad 0.0 \\
+    --adam-beta1 0.9 --adam-beta2 0.999 --no-gradient-accumulation-fusion --seed 42 \\
+    --load $LOAD_PATH --use-flash-attn --variable-seq-lengths \\
     --use-distributed-optimizer \\
-    --no-load-optim \\
-    --no-load-rng \\
-    --no-save-optim \\
-    --no-save-rng \\
-    --num-workers 1 \\
-    --swap-attention \\
-    --use-deter-comp \\
+    --no-load-optim --no-load-rng --no-save-optim --no-save-rng --num-workers 1 --swap-attention --use-deter-comp \\
     --distributed-timeout-minutes 20 \\
 "
 
@@ -112,13 +85,9 @@ MM_ARGS="
 "
 
 OUTPUT_ARGS="
-    --log-interval 1 \\
-    --save-interval 10000 \\
-    --eval-interval 10000 \\
-    --eval-iters 5000 \\
+    --log-interval 1 --save-interval 10000 --eval-interval 10000 --eval-iters 5000 \\
     --save $SAVE_PATH \\
-    --ckpt-format torch \\
-    --log-tps \\
+    --ckpt-format torch --log-tps \\
 "
 logfile=brought
 mkdir -p {inputs}/logs
@@ -236,25 +205,11 @@ MM_MODEL="{inputs}/inference.json"
 LOAD_PATH="{inputs}/mm"
 """ + SIZES + """\
 GPT_ARGS="
-    --use-mcore-models \\
-    --tensor-model-parallel-size ${{TP}} \\
-    --pipeline-model-parallel-size ${{PP}} \\
-    --micro-batch-size ${{MBS}} \\
-    --global-batch-size ${{GBS}} \\
-    --tokenizer-type NullTokenizer \\
-    --vocab-size 152064 \\
-    --seq-length 1024 \\
-    --make-vocab-size-divisible-by 1 \\
-    --normalization RMSNorm \\
-    --use-fused-rmsnorm \\
-    --swiglu \\
-    --use-fused-swiglu \\
-    --seed 42 \\
-    --load $LOAD_PATH \\
-    --variable-seq-lengths \\
-    --use-flash-attn \\
-    --no-load-optim \\
-    --no-load-rng
+    --use-mcore-models --tensor-model-parallel-size ${{TP}} --pipeline-model-parallel-size ${{PP}} \\
+    --micro-batch-size ${{MBS}} --global-batch-size ${{GBS}} \\
+    --tokenizer-type NullTokenizer --vocab-size 152064 --seq-length 1024 --make-vocab-size-divisible-by 1 \\
+    --normalization RMSNorm --use-fused-rmsnorm --swiglu --use-fused-swiglu --seed 42 \\
+    --load $LOAD_PATH --variable-seq-lengths --use-flash-attn --no-load-optim --no-load-rng
 "
 
 MM_ARGS="
@@ -262,10 +217,7 @@ MM_ARGS="
 "
 
 OUTPUT_ARGS="
-    --log-interval 1 \\
-    --save-interval 10000 \\
-    --eval-interval 10000 \\
-    --eval-iters 5000 \\
+    --log-interval 1 --save-interval 10000 --eval-interval 10000 --eval-iters 5000 \\
 "
 
 torchrun $DISTRIBUTED_ARGS inference_vlm.py \\

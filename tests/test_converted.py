@@ -11,6 +11,7 @@ from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.source import open_source
 from tests import tiny
+from tests.files import flip
 from tests.launch import run_ranks
 
 VIRTUAL = (((2, 1, 0), (1, 0, 0)), ((0, 0, 0), (0, 2, 2)))
@@ -52,12 +53,6 @@ def damage_one(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
     norms = [one.stored for one in open_source(target).views if one.stored.name.endswith("final_layernorm.weight")]
     flip(target / norms[0].file, norms[0].offset)
-
-
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)

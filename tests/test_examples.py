@@ -13,7 +13,7 @@ from mm.config.generate import load_asking, read_inference
 from mm.config.model import read_model
 from mm.config.run import load_run
 from mm.cost.stage_memory import num_model_params
-from mm.generation.source import placed
+from mm.generation.setup import placed
 from mm.plan.dry_run import stage_report
 from tests.files import EXAMPLES, ROOT
 

@@ -13,9 +13,10 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from mm.batch import Grid, Microbatch
 from mm.config.args import LossUnit
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from mm.model.qwen2_5_vl.arithmetic import VideoTimes
+from mm.model.qwen2_5_vl.positions import VideoTimes
 from mm.placement import PipelineLayout
-from mm.weights.table import Fusion, Weight, fuse, local_shape, published_name
+from mm.weights.fuse import fuse, local_shape
+from mm.weights.table import Fusion, Weight, published_name
 from tests.microbatches import NUM_TEXT_IDS, RawSample, packed, random_pixels
 
 IMAGE, VIDEO, VISION_START, VISION_END = 250, 251, 252, 253
@@ -30,94 +31,51 @@ def copied_weights(stage: Any) -> dict[str, Tensor]:
 
 
 def our_config(
-    vision_layout: PipelineLayout,
-    language_layout: PipelineLayout,
-    tied: bool = False,
-    freeze: tuple[str, ...] = (),
-    freeze_layers: tuple[str, str] = ("", ""),
-    freeze_modules: tuple[str, ...] = (),
-    trainable_modules: tuple[str, ...] = (),
-    num_key_heads: int = 2,
-) -> ModelConfig:
+    vision_layout: PipelineLayout, language_layout: PipelineLayout, tied: bool = False, freeze: tuple[str, ...] = (),
+    freeze_layers: tuple[str, str] = ("", ""), freeze_modules: tuple[str, ...] = (),
+    trainable_modules: tuple[str, ...] = (), num_key_heads: int = 2,
+) -> ModelConfig:  # fmt: skip
     """The small model with the layers of the given layout.
 
     ``freeze`` names frozen parts, ``freeze_layers`` has layers of the ViT and of the LLM.
     """
+    num_vision_layers = sum(map(sum, vision_layout))
     return ModelConfig(
         vision=VisionConfig(
-            num_layers=sum(map(sum, vision_layout)),
-            pipeline_num_layers=vision_layout,
-            hidden_size=32,
-            ffn_hidden_size=42,
-            num_attention_heads=4,
-            window_attn_size=56,
-            fullatt_block_indexes=tuple(layer for layer in (1, 3) if layer < sum(map(sum, vision_layout))),
-            freeze="vision" in freeze,
-            freeze_layers=freeze_layers[0],
+            num_layers=num_vision_layers, pipeline_num_layers=vision_layout, hidden_size=32, ffn_hidden_size=42,
+            num_attention_heads=4, window_attn_size=56,
+            fullatt_block_indexes=tuple(layer for layer in (1, 3) if layer < num_vision_layers),
+            freeze="vision" in freeze, freeze_layers=freeze_layers[0],
         ),
-        projector=ProjectorConfig(
-            input_size=32, ffn_hidden_size=128, hidden_size=48, freeze="projector" in freeze
-        ),
+        projector=ProjectorConfig(input_size=32, ffn_hidden_size=128, hidden_size=48, freeze="projector" in freeze),
         language=LanguageConfig(
-            num_layers=sum(map(sum, language_layout)),
-            pipeline_num_layers=language_layout,
-            hidden_size=48,
-            ffn_hidden_size=72,
-            num_attention_heads=4,
-            num_query_groups=num_key_heads,
-            vocab_size=VOCAB,
-            max_position_embeddings=512,
-            mrope_section=(2, 2, 2),
-            kv_channels=12,
-            rope_theta=10000.0,
-            untie_embeddings_and_output_weights=not tied,
-            freeze="language" in freeze,
-            freeze_layers=freeze_layers[1],
+            num_layers=sum(map(sum, language_layout)), pipeline_num_layers=language_layout, hidden_size=48,
+            ffn_hidden_size=72, num_attention_heads=4, num_query_groups=num_key_heads, vocab_size=VOCAB,
+            max_position_embeddings=512, mrope_section=(2, 2, 2), kv_channels=12, rope_theta=10000.0,
+            untie_embeddings_and_output_weights=not tied, freeze="language" in freeze, freeze_layers=freeze_layers[1],
         ),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        freeze_modules=freeze_modules,
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START, freeze_modules=freeze_modules,
         trainable_modules=trainable_modules,
-    )
+    )  # fmt: skip
 
 
-def hf_model(
-    tied: bool = False, seed: int = 0, num_key_heads: int = 2
-) -> Qwen2_5_VLForConditionalGeneration:
+def hf_model(tied: bool = False, seed: int = 0, num_key_heads: int = 2) -> Qwen2_5_VLForConditionalGeneration:
     """transformers' model of the same sizes, with random weights that leave nothing at a special value."""
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": VOCAB,
-            "hidden_size": 48,
-            "intermediate_size": 72,
-            "num_hidden_layers": NUM_LANGUAGE_LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": num_key_heads,
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-6,
+            "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": NUM_LANGUAGE_LAYERS,
+            "num_attention_heads": 4, "num_key_value_heads": num_key_heads, "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": tied,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
-            "tie_word_embeddings": tied,
         },
         vision_config={
-            "depth": NUM_VISION_LAYERS,
-            "hidden_size": 32,
-            "intermediate_size": 42,
-            "num_heads": 4,
-            "out_hidden_size": 48,
-            "window_size": 56,
-            "fullatt_block_indexes": [1, 3],
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "tokens_per_second": TOKENS_PER_SECOND,
+            "depth": NUM_VISION_LAYERS, "hidden_size": 32, "intermediate_size": 42, "num_heads": 4,
+            "out_hidden_size": 48, "window_size": 56, "fullatt_block_indexes": [1, 3], "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": TOKENS_PER_SECOND,
         },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=tied,
-    )
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END, tie_word_embeddings=tied,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config).float()
     generator = torch.Generator().manual_seed(seed)

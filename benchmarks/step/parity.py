@@ -13,7 +13,8 @@ from benchmarks.records import LOSS, NORM
 from benchmarks.sides import Ours, Peer, random_tensors, resized
 from mm.config.model import ModelConfig
 from mm.device.device import Device
-from mm.weights.table import fuse, model_weights
+from mm.weights.fuse import fuse
+from mm.weights.table import model_weights
 from tests.microbatches import random_microbatch
 
 GRADIENT = "gradient_error"

@@ -112,6 +112,8 @@ class Conversion:
                         else:
                             crc32s.pop(stored, None)
                         progress.update(len(block))
+                        if not crc32s:
+                            break
                 return crc32s
 
             equal = dict(chain.from_iterable(one.items() for one in pool.map(compare, self._groups(files))))

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mm.config.mindspeed import OTHER_MODELS
 from mm.config.model import ModelConfig
-from mm.config.schema import expected, parse_json, read_json, settings_of, shown
+from mm.config.parse import expected, parse_json, read_json, settings_of, shown
 from mm.errors import UserError, refuse
 from mm.families import FAMILIES, TITLES, family_of
 from mm.families.family import ROPE_KEYS, Family, Section

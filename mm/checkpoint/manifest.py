@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from mm.checkpoint.safetensors import DTYPE_NAMES, DTYPES
-from mm.config.schema import shown
+from mm.config.parse import shown
 from mm.errors import MAX_PROBLEMS, UserError
 from mm.files import json_object
 from mm.weights.views import Stored

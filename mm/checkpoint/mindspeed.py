@@ -33,7 +33,7 @@ from mm.checkpoint.torch_file import read_consumed_samples, read_torch_file
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, nearest, refuse
 from mm.placement import layout_problems
-from mm.weights.table import local_shape
+from mm.weights.fuse import local_shape
 from mm.weights.views import Stored, View, dtype_name, shard_view
 
 FORMAT, VERSION = "mm weights", 2

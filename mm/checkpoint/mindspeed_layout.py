@@ -21,7 +21,8 @@ from mm.checkpoint.torch_file import TorchFile
 from mm.config.model import EncoderPlacement, ModelConfig
 from mm.errors import refuse
 from mm.placement import PipelineLayout, StageSpec, layout_problems
-from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, local_shape, stage_weights
+from mm.weights.fuse import local_shape
+from mm.weights.table import SINGLE_ADAPTER, Fusion, Weight, stage_weights
 from mm.weights.views import TargetFile, View, shard_view
 
 

@@ -30,7 +30,8 @@ from mm.config.args import VitQkvOrder
 from mm.config.model import ModelConfig
 from mm.errors import UserError, naming, refuse
 from mm.families import FAMILIES
-from mm.weights.table import Fusion, Weight, local_shape, model_weights
+from mm.weights.fuse import local_shape
+from mm.weights.table import Fusion, Weight, model_weights
 from mm.weights.views import View, ViewIndex, cut_dim, shard_spans
 
 BLOCK_BYTES = 1 << 26

@@ -21,8 +21,9 @@ from mm.checkpoint.safetensors import read_header
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError, collected, counted
+from mm.weights.fuse import local_shape, shard, unshard
 from mm.weights.shard import REMAINDER, joined
-from mm.weights.table import Weight, local_shape, placed, shard, stored_name, unshard
+from mm.weights.table import Weight, placed, stored_name
 from mm.weights.trained import saved_weights
 from mm.weights.views import Stored, View, shard_view, share_numbers
 

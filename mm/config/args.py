@@ -2,7 +2,7 @@
 
 Each field of ``Arguments`` is one flag (``lr_decay_style`` is ``--lr-decay-style``), with type, bound, default and
 help.  Flags of other programs that do nothing here are in ``mm.config.mindspeed``, rules between flags in
-``mm.config.flag_rules``.
+``mm.config.rules``.
 """
 
 import os
@@ -17,7 +17,7 @@ from mm.config.command_line import CommandLine
 from mm.config.layers import Granularity, Method, OffloadConfig, RecomputeConfig, RecomputeModules
 from mm.config.lora import ALPHAS_TEXT, Alpha, Alphas, LoraConfig, Ranks
 from mm.config.mindspeed import FLAGS
-from mm.config.schema import (
+from mm.config.parse import (
     FIRST,
     LOCAL,
     STRICT,
@@ -133,7 +133,7 @@ class Arguments(HasPrecision):
     global_batch_size: Annotated[Count | None, FIRST] = Field(
         None, description="samples per step over all ranks; absent = micro batch size x data-parallel size")
     seq_length: Count = Field(description="longest sample in tokens")
-    train_iters: Annotated[NaturalNumber, FIRST] = Field(0, description=(
+    train_iters: Annotated[NaturalNumber, FIRST] = Field(0, title="an integer of at least 1", description=(
         "total number of optimizer steps; 0 = determined by --num-train-epochs"))
     num_train_epochs: Annotated[Positive | None, Excludes("train_iters")] = Field(None, description=(
         "passes over the training samples, such as 3 or 0.5, instead of --train-iters; the last step is a full batch"))
@@ -197,10 +197,12 @@ class Arguments(HasPrecision):
     lora_dropout: Fraction = Field(
         LoraConfig.dropout, description="dropout probability on an adapter's input")
     lora_use_rslora: bool = Field(False, description="scale adapters by alpha / square root of the rank")
-    lora_rank_pattern: Ranks = Field((), title="patterns, each with = and an integer of at least 1", description=(
-        "different ranks for some adapters, such as q_proj=4"))
-    lora_alpha_pattern: Alphas = Field((), title=f"patterns, each with = and {ALPHAS_TEXT}", description=(
-        "different alphas for some adapters, such as q_proj=8"))
+    lora_rank_pattern: Ranks = Field(
+        (), title="patterns, each with = and an integer of at least 1, such as q_proj=4",
+        description="different ranks for some adapters, such as q_proj=4")
+    lora_alpha_pattern: Alphas = Field(
+        (), title=f"patterns, each with = and {ALPHAS_TEXT}, such as q_proj=8",
+        description="different alphas for some adapters, such as q_proj=8")
     load_base_model: PathOrNone = Field(None, description=(
         "base model of the adapters in --load; also what a run without --pretrained-checkpoint starts from if its "
         "--load is its --save and holds no checkpoint yet; absent = model_name_or_path"))

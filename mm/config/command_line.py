@@ -1,6 +1,6 @@
 """The frame of every command: the fields of a frozen dataclass are its flags, and all problems are reported together.
 
-The markers of a field are in ``mm.config.schema``, flags of other programs in ``mm.config.mindspeed``.
+The markers of a field are in ``mm.config.parse``, flags of other programs in ``mm.config.mindspeed``.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from mm.config.mindspeed import Fixed, FlagRow, Inert, SameAs
 from mm.config.other_trainers import here
-from mm.config.schema import (
+from mm.config.parse import (
     APPENDS,
     FIRST,
     Excludes,

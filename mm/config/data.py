@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, Strict, StringConstraints, TypeAdap
 from pydantic.dataclasses import dataclass
 
 from mm.config.mindspeed import DATA_KEYS
-from mm.config.schema import (
+from mm.config.parse import (
     LOCAL,
     STRICT,
     Count,

@@ -21,7 +21,7 @@ from mm.config.generate import (
     other_flags,
     read_asking,
 )
-from mm.config.schema import FIRST, STRICT, Count, Excludes, Group
+from mm.config.parse import FIRST, STRICT, Count, Excludes, Group
 from mm.errors import nearest, refuse
 from mm.families import TITLES
 from mm.files import ANSWERS_FOLDER

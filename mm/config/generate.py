@@ -20,7 +20,7 @@ from mm.config.command_line import CommandLine, flag_name, rule_problems
 from mm.config.data import DataConfig, read_data
 from mm.config.mindspeed import FLAGS, MODEL_KEYS, NOT_HERE, Fixed, FlagRow, Inert, Row, SameAs, rows
 from mm.config.model import ModelConfig, model_problems, with_image_token
-from mm.config.schema import (
+from mm.config.parse import (
     FIRST,
     STRICT,
     Count,

@@ -9,7 +9,7 @@ from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from mm.config.schema import STRICT, Count, Int, NaturalNumber, OrDefault
+from mm.config.parse import STRICT, Count, Int, NaturalNumber, OrDefault
 from mm.errors import NoEffect
 
 NumLayers = Annotated[Count, Le(1000)]

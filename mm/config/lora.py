@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
 from mm.config.command_line import flag_name
-from mm.config.schema import (
+from mm.config.parse import (
     STRICT,
     Count,
     Document,
@@ -47,7 +47,8 @@ def _pairs(value: Any) -> Any:
         return tuple(cast("dict[object, object]", value).items())
     if isinstance(value, list | tuple):
         pairs = cast("Sequence[object]", value)
-        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else pair for pair in pairs)
+        return tuple(pair.rpartition("=")[::2] if isinstance(pair, str) else
+                     tuple(cast("list[object]", pair)) if isinstance(pair, list) else pair for pair in pairs)
     return value
 
 

@@ -25,7 +25,7 @@ from mm.config.layers import (
 )
 from mm.config.lora import LoraConfig
 from mm.config.mindspeed import MODEL_KEYS
-from mm.config.schema import (
+from mm.config.parse import (
     STRICT,
     Count,
     Key,

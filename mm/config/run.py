@@ -16,7 +16,10 @@ from pydantic_core import to_jsonable_python
 from mm.config.args import TRAIN, Arguments
 from mm.config.command_line import Words, flag_name
 from mm.config.data import DataConfig, dataset_files, read_data
-from mm.config.flag_rules import (
+from mm.config.lora import lora_notes, lora_problems, merged
+from mm.config.model import ModelConfig, placement_notes, read_model
+from mm.config.parse import LOCAL, Document, changed, fields_of, shown
+from mm.config.rules import (
     ACTIVATION_FLAGS,
     RATE_FLAGS,
     RATE_KEYS,
@@ -25,15 +28,13 @@ from mm.config.flag_rules import (
     frozen_notes,
     loss_problems,
     overridden_notes,
+    parallel_problems,
     sampling_notes,
     sharding_notes,
     sums_lists,
     validation_notes,
     validation_problems,
 )
-from mm.config.lora import lora_notes, lora_problems, merged
-from mm.config.model import ModelConfig, placement_notes, read_model
-from mm.config.schema import LOCAL, Document, changed, fields_of, shown
 from mm.environment import Launched, named_in_script, world_problems
 from mm.errors import UserError, attempt, collected, redacted, refuse
 from mm.files import is_same_directory
@@ -245,80 +246,6 @@ def _missing_paths(words: Words, data: DataConfig | None, environment: Mapping[s
             with collected(problems, f"{data_path}: "):
                 dataset_files(data, key)
     yield from dict.fromkeys(problems)
-
-
-def parallel_problems(run: Run) -> Iterator[str]:
-    """Numbers of ranks, stages, heads and samples that do not divide evenly."""
-    yield from _context_problems(run)
-    args, replica_size = run.args, run.tp_size * run.cp_size * run.num_stages
-    if absent := [rank for rank in args.profile_ranks if args.profile and rank >= run.world_size]:
-        yield (f"--profile-ranks has {', '.join(map(str, absent))}, but the world size is {run.world_size}; expected "
-               f"ranks from 0 to {run.world_size - 1}")
-    for key, count in run.model.counts_to_divide.items():
-        if count % run.tp_size:
-            yield (f"--tensor-model-parallel-size is {run.tp_size}, which does not divide {key} = {count} of "
-                   f"{args.mm_model}; this model allows {', '.join(map(str, run.model.tp_sizes))}")
-    if run.num_chunks > 1 and run.num_stages == 1:
-        yield (f"{args.mm_model}: the pipeline_num_layers lists have {run.num_chunks} virtual chunks on one stage, "
-               f"which cannot have any: give flat lists of one number each")
-    if args.virtual_pipeline_model_parallel_size not in (None, run.num_chunks):
-        yield (f"--virtual-pipeline-model-parallel-size is {args.virtual_pipeline_model_parallel_size}, but the "
-               f"pipeline_num_layers lists of {args.mm_model} have another number of virtual chunks, {run.num_chunks}; "
-               f"change one of the two (the flag is optional)")
-    if args.pipeline_model_parallel_size not in (None, run.num_stages):
-        yield (f"--pipeline-model-parallel-size is {args.pipeline_model_parallel_size}, but the pipeline_num_layers "
-               f"lists of {args.mm_model} have {run.num_stages} stages; give lists of "
-               f"{args.pipeline_model_parallel_size} numbers (mm-plan lists finds them), or leave the flag out")
-    if args.shards_weights and run.num_stages > 1:
-        yield (f"--data-parallel-sharding-strategy optim_grads_params needs one pipeline stage, but {args.mm_model} "
-               f"has {run.num_stages}: passes of several microbatches alternate on a stage, and each would gather the "
-               f"stage's weights again while other stages wait; give optim_grads, or lists of one number")
-    if run.world_size % replica_size:
-        wanted_stages = args.pipeline_model_parallel_size or run.num_stages
-        if run.world_size % (replica_size // run.num_stages * wanted_stages) == 0:
-            return  # it fits the flag; the lists, which contradict the flag, are reported above
-        sizes = {"tensor": run.tp_size, "context": run.cp_size, "pipeline": run.num_stages}
-        used = {name: size for name, size in sizes.items() if name != "context" or size > 1}
-        yield (f"The world size is {run.world_size}, not a multiple of {' x '.join(used)} parallel size = "
-               f"{' x '.join(map(str, used.values()))} = {replica_size}; nearest: "
-               f"{_nearest_multiples(run.world_size, replica_size)} ranks")
-    elif run.num_microbatches is None:
-        unit = run.dp_size * run.microbatch_unit
-        if run.num_chunks > 1 and run.global_batch_size % unit:
-            yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of data-parallel size x pipeline "
-                   f"stages = {run.dp_size} x {run.num_stages} = {unit}, as packs on virtual chunks need; nearest: "
-                   f"{_nearest_multiples(run.global_batch_size, unit)}")
-        elif run.global_batch_size < unit:
-            yield (f"--global-batch-size is {run.global_batch_size}; expected at least {unit} samples, so that each of "
-                   f"{run.dp_size} replicas has one")
-    elif run.global_batch_size % (unit := args.micro_batch_size * run.dp_size):
-        yield (f"--global-batch-size is {run.global_batch_size}, not a multiple of --micro-batch-size x data-parallel "
-               f"size = {args.micro_batch_size} x {run.dp_size} = {unit}; nearest: "
-               f"{_nearest_multiples(run.global_batch_size, unit)}")
-    elif run.num_chunks > 1 and run.num_microbatches < run.num_stages:
-        yield (f"--global-batch-size is {run.global_batch_size}; microbatches of a replica: {run.num_microbatches}, "
-               f"but virtual chunks need at least one for each of the {run.num_stages} stages; nearest: "
-               f"{unit * run.num_stages}")
-
-
-def _context_problems(run: Run) -> Iterator[str]:
-    """Ulysses distributes the heads of a tensor-parallel rank over the context-parallel ranks."""
-    language, tp_size = run.model.language, run.tp_size
-    if run.is_ring or run.cp_size == 1 or tp_size not in run.model.tp_sizes:
-        return
-    num_heads, num_groups = language.num_attention_heads // tp_size, language.num_query_groups // tp_size
-    legal = [size for size in range(1, num_heads + 1)
-             if num_heads % size == 0 and (num_groups % size == 0 or size % num_groups == 0)]
-    if run.cp_size not in legal:
-        yield (f"--context-parallel-size is {run.cp_size}, but with ulysses_cp_algo it must divide the {num_heads} "
-               f"heads per tensor-parallel rank of {run.args.mm_model} (and divide or be a multiple of the "
-               f"{num_groups} key groups): {', '.join(map(str, legal))}; "
-               f"--context-parallel-algo megatron_cp_algo allows any size")
-
-
-def _nearest_multiples(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def _model_problems(run: Run, document: Document) -> Iterator[str]:

@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mm.config.args import Arguments
+from mm.config.parse import read_json
 from mm.config.run import Run
-from mm.config.schema import read_json
 from mm.device.device import usable_platform
 from mm.environment import CODE, software
 from mm.errors import UserError

@@ -21,7 +21,7 @@ from mm.cost.stage_memory import StageSize, stage_sizes
 from mm.cost.workload import COUNTS, Workload, mean_per_rank, message_bytes, one_stage, per_rank
 from mm.data.sampler.cost import in_order, pipeline_orders
 from mm.errors import UserError
-from mm.parallel.order import even_step_cost, step_costs
+from mm.parallel.pipeline_schedule import even_step_cost, step_costs
 from mm.placement import Message, Placement
 from mm.weights.table import Place
 from mm.weights.trained import GradientPath

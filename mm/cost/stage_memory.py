@@ -13,7 +13,7 @@ from mm.cost.memory import ChunkMemory, MicrobatchSizes
 from mm.cost.workload import one_stage
 from mm.device.pointwise import ROUNDED_AT_ONCE
 from mm.model.recompute import SEGMENT_BYTES
-from mm.parallel.order import in_flight, max_sent_ahead
+from mm.parallel.pipeline_schedule import in_flight, max_sent_ahead
 from mm.placement import Placement, StageSpec
 from mm.weights.table import Place, model_weights, owns, stage_weights
 from mm.weights.trained import GradientPath

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mm.batch import IGNORE_INDEX, Grid, Microbatch
 from mm.config.data import DataConfig, ResizeRule
 from mm.config.model import ModelConfig
-from mm.config.schema import read_json
+from mm.config.parse import read_json
 from mm.data.media.image_patches import ImagePlan, ImageProcessor
 from mm.data.media.video_patches import VideoPlan, VideoProcessor
 from mm.data.records.formats import HALF_CHARACTER

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from mm.config.schema import shown
+from mm.config.parse import shown
 
 
 class Stored(Protocol):

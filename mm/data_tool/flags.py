@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mm.config.args import DEFAULT_SEED
-from mm.config.schema import STRICT, Count, NaturalNumber, PathText, Seed
+from mm.config.parse import STRICT, Count, NaturalNumber, PathText, Seed
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

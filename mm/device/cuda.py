@@ -261,8 +261,8 @@ CUDA = Platform(
     adam_obeys_scale=True,
     runtime=functools.partial(AcceleratorRuntime, "cuda"),
     profiler=torch_profiler,
-    # An NCCL message occupies GPU multiprocessors from its start until the other side joins: for most of a stage's
-    # computing time, to gain 0.1 to 0.3% of a step (docs/performance.md).
+    # An NCCL message occupies GPU multiprocessors from its start until the other side joins, so it starts when it is
+    # needed.
     starts_messages_ahead=False,
     # Messages of a frozen prefix of stages wait for the next stage even if receives are not posted early.  By default
     # (``max_ctas``) NCCL would occupy up to 32 of the 132 multiprocessors of an H100.

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from mm.config.args import DeviceName
 from mm.config.command_line import CommandLine
-from mm.config.schema import APPENDS, STRICT, Count, Group, NaturalNumber, Positive
+from mm.config.parse import APPENDS, STRICT, Count, Group, NaturalNumber, Positive
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -6,7 +6,7 @@ Towers need megatron, so they are imported only when a stage asks for them; data
 from mm.config.model import ModelConfig
 from mm.families.qwen2_5_vl import QWEN2_5_VL
 from mm.model.arithmetic import Arithmetic
-from mm.model.qwen2_5_vl.arithmetic import blocks, image_flops, mrope_positions
+from mm.model.qwen2_5_vl.positions import blocks, image_flops, mrope_positions
 
 _ARITHMETIC = {QWEN2_5_VL.title: Arithmetic(mrope_positions, blocks, image_flops)}
 

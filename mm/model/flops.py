@@ -12,8 +12,7 @@ from mm.batch import NO_SAMPLES, BatchTotals, Grid
 from mm.config.model import ModelConfig
 from mm.model.arithmetic import Block
 from mm.model.families import arithmetic_of
-from mm.parallel.order import SlotCost
-from mm.placement import Placement
+from mm.parallel.pipeline_schedule import SlotCost
 from mm.weights.table import Place, model_weights
 from mm.weights.trained import GradientPath, is_frozen
 
@@ -56,7 +55,7 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
     gradient passes through it to an earlier trained weight, and otherwise one.  The adapters' own products are not
     counted.
     """
-    slots = slots_of(model, model.placement())
+    slots = slots_of(model)
     backwards = {has_images: block_backwards(model, has_images) for has_images in (False, True)}
     costs = []
     for totals in batches:
@@ -70,10 +69,10 @@ def slot_flops(model: ModelConfig, batches: Sequence[BatchTotals]) -> list[list[
 
 
 @cache
-def slots_of(model: ModelConfig, placement: Placement) -> Mapping[BlockPlace, int]:
-    """The slot of each block of ``model`` in ``placement``, which need not be the model's own."""
+def slots_of(model: ModelConfig) -> Mapping[BlockPlace, int]:
+    """The slot of each block of ``model``."""
     found: dict[BlockPlace, int] = {}
-    for slot, spec in enumerate(placement.slots):
+    for slot, spec in enumerate(model.placement().slots):
         for place in Place:
             held = getattr(spec, place.value)
             found |= dict.fromkeys(((place, layer) for layer in held) if isinstance(held, range) else

@@ -16,8 +16,9 @@ from mm.console import Progress, ongoing
 from mm.model.stage import Stage
 from mm.parallel.agreement import on_first, together
 from mm.parallel.mesh import Mesh
+from mm.weights.fuse import shard
 from mm.weights.shard import MemoryLayout, readers
-from mm.weights.table import Weight, shard, stored_name
+from mm.weights.table import Weight, stored_name
 
 
 def initialize(stage: Stage, weights: Sequence[Weight], mesh: Mesh, seed: int, std: float) -> None:

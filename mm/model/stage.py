@@ -64,6 +64,7 @@ class Chunk(nn.Module):
         self.towers: Towers = towers_of(model)
         self.prepare = Preparation(
             model, spec, mesh, self.towers, device, settings.params_dtype, loss_unit, settings.sequence_parallel)
+        self._vision_shard_group = self.prepare.vision_shard_group
         towers = self.towers
         context = LayerContext(self.config, mesh.groups.tp, device, keeps_weights=not shards_weights, host=host)
         encoder_context = context.alone if model.encodes_whole else context
@@ -148,7 +149,7 @@ class Chunk(nn.Module):
                 self._give(self.towers.features_of(seen, vision), inputs.to_keep)
         made: Tensor = self.image_encoder["projector"](seen, vision) if spec.has_projector else seen
         if inputs.shared_pass is not None:
-            if (group := self.prepare.vision_shard_group) is not None:  # not shards of each microbatch's rows
+            if (group := self._vision_shard_group) is not None:  # not shards of each microbatch's rows
                 shards = RowShards(sum(inputs.shared_pass.num_tokens), group)
                 made = gather_rows(made, ShardedRows(shards), sums_gradients=True)
             inputs.shared_pass.fill(made)
@@ -156,7 +157,7 @@ class Chunk(nn.Module):
 
     def _own(self, shared_pass: SharedVisionPass, is_sent: bool) -> Tensor | None:
         """The next microbatch's visual tokens, or what this rank sends of them."""
-        x, group = shared_pass.take(), self.prepare.vision_shard_group
+        x, group = shared_pass.take(), self._vision_shard_group
         return x if x is None or not is_sent or group is None else x[RowShards(len(x), group).here]
 
     def _give(self, features: Tensor, images: tuple[tuple[str, int], ...]) -> None:

@@ -1,1 +1,1 @@
-"""What a layout holds and how long its steps take, computed before it runs."""
+"""The command ``mm-plan``, and the report of ``--dry-run``: finds layouts and lists, times a device, predicts steps."""

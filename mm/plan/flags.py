@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from mm.config.schema import STRICT, Count, Group, Positional
+from mm.config.parse import STRICT, Count, Group, Positional
 
 _ACCEPT = "use a calibration that was measured on another device, with other versions, or in another precision"
 

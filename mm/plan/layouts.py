@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mm.batch import image_pairs, window_pairs
-from mm.config.run import Run, load_run, parallel_problems
-from mm.config.schema import read_json
+from mm.config.parse import read_json
+from mm.config.rules import parallel_problems
+from mm.config.run import Run, load_run
 from mm.console import whole_number
 from mm.cost.by_device import calibration_by_device
 from mm.cost.calibration import Calibration, calibration_for

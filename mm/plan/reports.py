@@ -14,7 +14,7 @@ from mm.cost.stage_memory import stage_sizes
 from mm.cost.workload import Workload, counts_of
 from mm.errors import counted, refuse
 from mm.parallel.activity import Activity, Work
-from mm.parallel.order import TimedStep, as_costs, simulate
+from mm.parallel.pipeline_schedule import TimedStep, as_costs, simulate
 from mm.plan.lists import RatedLists
 from mm.report import Report, Table
 from mm.timeline import (
@@ -176,8 +176,8 @@ def lists_report(run: Run, present: RatedLists, best: RatedLists, even: float, h
             f"          image_encoder.vision_encoder.pipeline_num_layers: {vision}",
             f"          text_decoder.pipeline_num_layers: {language}",
         ]
-    lines.append(f"Even      equal stages with as many equal microbatches would be used {present.busy / even:.1%}; a "
-                 f"frozen ViT, whose stage runs ahead, can do better")
+    lines.append(f"Ideal     equal stages and microbatches would reach {present.busy / even:.1%} utilization; a frozen "
+                 f"ViT, whose stage runs ahead, can do better")
     if not has_times:
         lines.append("Unit      every FLOP takes the same time, messages take none; --calibration uses measured times")
     return "\n".join(lines)

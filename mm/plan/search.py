@@ -18,10 +18,10 @@ from statistics import fmean
 from typing import Any, get_args
 
 from mm.config.data import DataConfig
-from mm.config.flag_rules import loss_problems
 from mm.config.layers import RecomputeConfig
 from mm.config.model import EncoderPlacement, ModelConfig
-from mm.config.run import Run, parallel_problems
+from mm.config.rules import loss_problems, parallel_problems
+from mm.config.run import Run
 from mm.console import Progress
 from mm.cost.calibration import Calibration
 from mm.cost.predict import Predictor, StepPrediction

@@ -1,20 +1,14 @@
-"""One rank's training run: everything it needs is built in order, and then its loop goes over the steps.
+"""One rank's training run: everything it needs is built in order, and then its loop goes over the steps."""
 
-The classes below the trainer say when a run stops before its last step.
-"""
-
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mm.batch import StepPlan
-from mm.config.flag_rules import asks
+from mm.config.rules import asks
 from mm.config.run import Run
 from mm.console import ongoing
 from mm.data.loader.feature_writer import FeatureWriter, vision_fingerprint
 from mm.device.device import Device
-from mm.errors import AgreedError, Stopped
+from mm.errors import AgreedError
 from mm.lock import Claim
 from mm.model.layers.lora_linear import seed_of
 from mm.model.stage import Stage
@@ -22,7 +16,7 @@ from mm.parallel import mesh as parallel
 from mm.parallel.activity import Work
 from mm.parallel.health.watchdog import Watchdog
 from mm.parallel.mesh import Mesh
-from mm.process import STOPPING, StopSignals, shown, status_after
+from mm.process import StopSignals
 from mm.run.checkpoint.disks import find_disks
 from mm.run.checkpoint.save import Saver
 from mm.run.optim.update import votes_on
@@ -30,6 +24,7 @@ from mm.run.progress import StepResult, say_on_last_rank
 from mm.run.sources import Checked
 from mm.run.start import Feed, decided_by_first_rank, exportable, open_feed, open_sources, start
 from mm.run.step import step
+from mm.run.stopping import Stop, Stopping
 from mm.run.validation import QuestionSet, Validator
 from mm.run.watch.metrics import Reporter
 from mm.run.watch.step_timing import StepTiming
@@ -67,6 +62,7 @@ class Trainer:
         self.saver = Saver(run, self.setup, claim or Claim(), self._say, watchdog.phase, disks, self.progress.iteration,
                            exportable(run, sources))
         self._stopping = Stopping(signals or StopSignals(), args.exit_duration_in_mins, args.save is not None)
+        self._validates = False  # until the data are open
 
     def run_steps(self) -> None:
         """Train until ``--train-iters`` or ``--exit-interval``, an early stop, a signal, or the end of the time."""
@@ -80,6 +76,7 @@ class Trainer:
             feed, feature_writer = self.feed(last - first + 1), self._feature_writer()
             validator = Validator(self.run.args, self.setup, self._watchdog, feed, self.reporter, self._say)
             self.progress = validator.begin(replace(self.progress, data=feed.trained_on))
+            self._validates = feed.validation is not None
         with watch.watching(), self._stopping.deferring(), self.saver.committing():
             for iteration in range(first, last + 1):
                 if self._is_over:
@@ -141,7 +138,7 @@ class Trainer:
         parallel.stop()
 
     @property
-    def stop(self) -> "Stop | None":
+    def stop(self) -> Stop | None:
         """Why ``run_steps`` has stopped before its last step; None if it has not."""
         return self._stopping.stop
 
@@ -149,7 +146,7 @@ class Trainer:
     def _has_ended_early(self) -> bool:
         """Whether ``--early-stopping-patience`` ends the run; the same on every rank, because losses are."""
         patience = self.run.args.early_stopping_patience
-        return patience is not None and self.progress.best.num_since >= patience
+        return patience is not None and self._validates and self.progress.best.num_since >= patience
 
     @property
     def _is_over(self) -> bool:
@@ -202,53 +199,3 @@ class Trainer:
                     f"{best.iteration} (--early-stopping-patience {args.early_stopping_patience})")
         return f"all {args.train_iters} iterations are done" if self.progress.iteration >= args.train_iters else (
             f"stopped by --exit-interval {place}")
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A reason to stop after a step."""
-
-    cause: str
-    """What the user or the scheduler did."""
-    status: int
-    """Exit status of the run."""
-
-
-_STOPS = (*(Stop(shown(number), status_after(number)) for number in STOPPING), Stop("--exit-duration-in-mins", 0))
-"""One vote for each."""
-
-
-class Stopping:
-    """This rank's votes on whether to stop, and what all ranks have decided.
-
-    All ranks stop after the same step.  The update sums their votes with numbers that it sums anyway, so the agreement
-    costs no message: a signal that reaches one rank is enough, and clocks may differ.
-    """
-
-    def __init__(self, signals: StopSignals, exit_minutes: float | None, saves: bool) -> None:
-        """``saves``: a stop after a step saves a checkpoint; otherwise a signal ends the run within a step."""
-        self.stop: Stop | None = None
-        """Why the run stops; the same on all ranks."""
-        self._signals, self._saves = signals, saves
-        self._until = None if exit_minutes is None else signals.began + 60 * exit_minutes
-
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Guard the steps: a signal waits for the end of a step.  If one came too late for this run's last step to see
-        it, Stopped is raised at the end."""
-        if not self._saves:
-            yield
-            return
-        with self._signals.deferred():
-            yield
-        if self.stop is None and self._signals.received is not None:
-            raise Stopped(self._signals.received)
-
-    def votes(self) -> list[bool]:
-        """This rank's votes."""
-        has_signal = [self._signals.received == number for number in STOPPING]
-        return [*has_signal, self._until is not None and time.monotonic() >= self._until]
-
-    def decide(self, sums: Sequence[float]) -> None:
-        """Set ``stop`` from the votes of all ranks, summed."""
-        self.stop = next((stop for stop, count in zip(_STOPS, sums, strict=True) if count), None)

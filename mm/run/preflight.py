@@ -18,7 +18,7 @@ from mm.checkpoint.source import Kind
 from mm.config.command_line import flag_name
 from mm.config.data import dataset_files
 from mm.config.evaluate import evaluating_in_training
-from mm.config.flag_rules import step_problems
+from mm.config.rules import step_problems
 from mm.config.run import Run
 from mm.console import Progress
 from mm.data.encode import image_processor

@@ -14,8 +14,8 @@ from typing import Any
 from mm.checkpoint.manifest import validated
 from mm.checkpoint.source import Source
 from mm.config.model import Rates
+from mm.config.parse import NotNegative
 from mm.config.run import Run
-from mm.config.schema import NotNegative
 from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.sampler.sampler import order_description
 from mm.errors import UserError

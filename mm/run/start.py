@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from mm.checkpoint.adapters import check_base
+from mm.checkpoint.directories import find_checkpoint
 from mm.checkpoint.manifest import MANIFEST_FILE
 from mm.checkpoint.source import Kind
-from mm.config.flag_rules import is_due, validates
+from mm.config.rules import is_due, validates
 from mm.config.run import Run, with_own_paths
 from mm.console import ongoing
 from mm.data.index.dataset import Dataset, TrainedOn
@@ -106,8 +107,10 @@ def start(
     with ongoing("building the optimizer", mesh.rank == 0):
         setup = together(mesh, lambda: Setup.build(stage, mesh, args))
     progress = _restored(run, setup, sources)
-    notes = on_first(mesh, lambda: [  # of the directory, in which the other ranks have opened one checkpoint
-        note for source in (whole, sources.adapters) if source is not None for note in source.notes])
+    is_checkpoint = sources.checkpoint(run) is not None  # whose notes were taken before leftovers were deleted
+    notes = on_first(mesh, lambda: find_checkpoint(str(args.load))[1] if is_checkpoint else ())
+    if whole is not None and (whole.kind is not Kind.TRAINING or run.model.lora.is_on):
+        notes = (*whole.notes, *notes)
     if (loaded := sources.adapters or whole) is not None:
         beside = f" beside {whole.path}" if sources.adapters is not None and whole is not None else ""
         say(f"loaded a {_NAMES[loaded.kind]} checkpoint from {args.load or loaded.path}{beside}, iteration "
@@ -196,7 +199,8 @@ def open_feed(
 
     opened = together(mesh, open_own)
     reader = opened and opened.validation
-    found = all_of((reader.plan(),) if reader else (), mesh.control_group)
+    own_plan = together(mesh, lambda: reader.plan() if reader else None)
+    found = all_of((own_plan,) if own_plan else (), mesh.control_group)
     assert len(found) <= 1, "ranks that own data see the same samples"
     validation = found[0] if found else None
     loader = together(mesh, lambda: opened and opened.open_loader(
@@ -204,8 +208,8 @@ def open_feed(
     steps = loader and (in_between(loader, due, reader.loader) if reader else loader)
     num_plans = num_steps + (sum(due) * validation.num_plans if validation else 0)
     plans = StepBroadcast(steps, mesh, num_plans, stage.has_patch_embedding, run.model, stage.device,
-                      opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
-                      run.args.shards_gradients)
+                          opened and opened.quarantine, stage.has_projector, opened and opened.validation_quarantine,
+                          run.args.shards_gradients)
     numbers, *_ = all_of(((opened.num_samples, opened.data.began_at),) if opened else (), mesh.control_group)
     return Feed(plans, opened and opened.data, validation, *numbers)
 

@@ -16,8 +16,8 @@ from mm.parallel.mesh import Mesh
 from mm.parallel.pipeline.loop import run_forward, run_schedule
 from mm.parallel.pipeline.p2p import PipelineCommunicator
 from mm.parallel.zero import reduction
+from mm.parallel.zero.bucket_schedule import Zero2Schedule, Zero3Schedule
 from mm.parallel.zero.gradient_shards import ShardedGradients
-from mm.parallel.zero.schedule import Zero2Schedule, Zero3Schedule
 from mm.run.optim.optimizer import build_optimizer, kept_states
 from mm.run.optim.update import StepResult, update
 from mm.weights.trained import group_of, is_frozen

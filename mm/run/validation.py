@@ -14,7 +14,7 @@ from typing import Any
 from mm.batch import StepPlan
 from mm.config.args import Arguments
 from mm.config.evaluate import evaluating_in_training
-from mm.config.flag_rules import asks, is_due
+from mm.config.rules import asks, is_due
 from mm.config.run import Run
 from mm.console import Progress
 from mm.errors import refuse, writing
@@ -22,7 +22,7 @@ from mm.files import write_whole
 from mm.generation.answers import answer_batches, in_batches
 from mm.generation.prompts import Prompt
 from mm.generation.session import Response, Session, read_encoder, with_stop_tokens
-from mm.generation.source import settings_in
+from mm.generation.setup import settings_in
 from mm.page import thumbnail_path
 from mm.parallel.activity import Work
 from mm.parallel.agreement import all_of, on_first, together

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mm.config.evaluate import Evaluating, Rule
-from mm.config.schema import shown
+from mm.config.parse import shown
 from mm.data.records.formats import MESSAGES, USUAL_ATTRIBUTES, num_media, read_sample, with_places
 from mm.data.records.records import Raw, open_records
 from mm.data.records.roots import MediaRoots

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mm.weights.table import Weight, local_shape, num_stacked_blocks
+from mm.weights.fuse import local_shape, num_stacked_blocks
+from mm.weights.table import Weight
 
 FFN_MULTIPLE = 16
 """A rank's ffn columns in memory are a multiple of this: TMA and 16-byte loads on CUDA need rows of 8 numbers of 16

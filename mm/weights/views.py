@@ -11,7 +11,8 @@ from functools import cache
 
 import torch
 
-from mm.weights.table import Weight, fuse_pieces, hf_ranges
+from mm.weights.fuse import fuse_pieces, hf_ranges
+from mm.weights.table import Weight
 
 Shape = tuple[int, ...]
 

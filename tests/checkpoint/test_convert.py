@@ -15,7 +15,7 @@ from mm.checkpoint import convert
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure, rank_files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import fuse, shard
+from mm.weights.fuse import fuse, shard
 from tests.mm_convert.models import SmallModel, files, layouts, small_models, weights
 
 KINDS = [Storage(format, structure) for format in Format for structure in Structure]

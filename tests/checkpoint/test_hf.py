@@ -17,18 +17,14 @@ from mm.checkpoint.source import open_source, open_to_train
 from mm.checkpoint.tensor_io import Files
 from mm.config.model import ModelConfig
 from mm.errors import UserError
-from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, shard, stage_weights
+from mm.weights.fuse import shard
+from mm.weights.table import OUTPUT_LAYER_NAME, Weight, model_weights, stage_weights
 from tests import tiny
 from tests.checkpoint.test_hf_config import flat
-from tests.saved_hf import as_single_file, cast, save, weight_files
+from tests.saved_hf import as_single_file, cast, weight_files
 
 VISION_LAYOUT, LANGUAGE_LAYOUT = ((1, 3, 0), (0, 0, 0)), ((0, 1, 1), (1, 0, 1))
 """Two chunks of three stages; the ViT ends within a stage and one slot has no layer."""
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def saved(request, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("saved"), tied=request.param)
 
 
 @pytest.fixture

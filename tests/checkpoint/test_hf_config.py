@@ -16,12 +16,7 @@ from mm.checkpoint.mindspeed_layout import Layout
 from mm.config.model import read_model
 from mm.errors import UserError
 from tests.files import EXAMPLES
-from tests.saved_hf import cast, save
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def saved(request, tmp_path_factory):
-    return save(tmp_path_factory.mktemp("saved"), tied=request.param)
+from tests.saved_hf import cast
 
 
 def flat(config: dict) -> dict:
@@ -49,8 +44,6 @@ def test_flat_and_nested_configs_describe_the_same_model(saved, tmp_path):
 
 
 def test_absent_keys_take_the_defaults_of_transformers():
-    from transformers import Qwen2_5_VLConfig
-
     expected = Qwen2_5_VLConfig()
     whole = expected.to_dict()
     kept = {"depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size"}
@@ -83,8 +76,6 @@ def nested_by_4(config: dict) -> dict:
 
 def resaved_by_5(config: dict) -> dict:
     """As transformers 5 saves a flat config: without tied embeddings in the text config."""
-    from transformers import Qwen2_5_VLConfig
-
     nested = json.loads(Qwen2_5_VLConfig(**flat(config)).to_json_string())
     assert "tie_word_embeddings" not in nested["text_config"]
     return nested
@@ -123,8 +114,6 @@ def test_a_config_for_both_versions_has_the_keys_that_each_reads(form, saved):
 
 def test_transformers_finds_no_difference(form):
     """transformers 5 prefers the added ``rope_scaling`` to its own ``rope_parameters``."""
-    from transformers import Qwen2_5_VLConfig
-
     before, after = Qwen2_5_VLConfig(**deepcopy(form)), Qwen2_5_VLConfig(**deepcopy(for_both_versions(form)))
     added = {"tie_word_embeddings", "rope_theta"}  # in the text config, where 5 ignores them
     text = {key: value for key, value in after.text_config.to_dict().items() if key not in added}
@@ -137,8 +126,6 @@ def test_transformers_finds_no_difference(form):
     (None, None, None), (False, None, False), (None, False, False), (True, None, True), (None, True, True),
     (False, True, True), (True, False, True)])
 def test_either_place_makes_it_tied(top, text, tied):
-    from transformers import Qwen2_5_VLConfig
-
     config = {"text_config": {"vocab_size": 8} | ({} if text is None else {"tie_word_embeddings": text})}
     config |= {} if top is None else {"tie_word_embeddings": top}
     assert is_tied(config) is tied

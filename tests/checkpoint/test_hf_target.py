@@ -14,12 +14,7 @@ from mm.checkpoint.hf import HFDirectory
 from mm.checkpoint.mindspeed_layout import Layout
 from tests import tiny
 from tests.checkpoint.test_hf_config import FORMS
-from tests.saved_hf import cast, save, weight_files
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def saved(request, tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("saved"), tied=request.param)
+from tests.saved_hf import cast, weight_files
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from mm.checkpoint.directories import LATEST_FILE
 from mm.checkpoint.mindspeed import MindSpeedDirectory
 from mm.checkpoint.mindspeed_layout import Structure, is_canonical_name, stored_weights
 from mm.errors import UserError
-from mm.weights.table import fuse, model_weights, shard, unshard
+from mm.weights.fuse import fuse, shard, unshard
+from mm.weights.table import model_weights
 from tests.mm_convert.models import SmallModel
 from tests.unfuse import unfuse
 

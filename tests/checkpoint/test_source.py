@@ -24,7 +24,7 @@ from mm.errors import UserError
 from mm.families.qwen2_5_vl import published_config
 from mm.weights.table import model_weights
 from tests.files import EXAMPLES
-from tests.mm_convert.models import SmallModel, files, layouts, run, small_models, write_sparse_mm
+from tests.mm_convert.models import TARGET, SmallModel, files, layouts, run, small_models, write_sparse_mm
 from tests.mm_convert.test_diff import save_training
 
 LISTS = {"target_parallel_config__llm_pp_layers": "[1,2]", "target_parallel_config__vit_pp_layers": "[2,0]"}
@@ -160,7 +160,6 @@ def test_another_vocabulary_is_not(tmp_path):
 SMALL = SmallModel(2)
 MODEL = SMALL.model
 TWO_STAGES = {tp_size: Layout(((1, 1),), ((0, 3),), tp_size) for tp_size in (1, 2)}
-TARGET = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
 
 
 @pytest.fixture(scope="module")

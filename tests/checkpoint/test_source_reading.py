@@ -20,8 +20,9 @@ from mm.checkpoint.source import open_source, open_to_train
 from mm.config.model import ModelConfig, read_model
 from mm.errors import UserError
 from mm.families.qwen2_5_vl import published_config
-from mm.weights.table import EMBEDDING_NAME, fuse, model_weights, shard, stage_weights
-from tests.files import EXAMPLES
+from mm.weights.fuse import fuse, shard
+from mm.weights.table import EMBEDDING_NAME, model_weights, stage_weights
+from tests.files import EXAMPLES, flip
 from tests.mm_convert.models import SmallModel, layouts, small_models, write_sparse_mm
 
 SMALL, LAYOUT = SmallModel(2, vision_ffn=5), Layout(((2, 0),), ((1, 2),), 2)
@@ -87,29 +88,26 @@ def read_all(directory: Path, model: ModelConfig = SMALL.model, needs_optimizer:
         source.read(weight, 1, 0, torch.float32)
 
 
-def flip(directory: Path, name: str, tp_rank: int, place: int = 0) -> Path:
+def flip_in(directory: Path, name: str, tp_rank: int, place: int = 0) -> Path:
     """Flip one bit of a tensor; return its file."""
     opened = MindSpeedDirectory.open(directory)
     for file, tensors in opened.contents.items():
         stored = next((one for key, one in tensors.items() if key.endswith(name)), None)
         if stored is not None and Path(file).parent.name.startswith(f"mp_rank_{tp_rank:02d}"):
-            path = directory / file
-            content = bytearray(path.read_bytes())
-            content[stored.offset + place % stored.num_bytes] ^= 1
-            path.write_bytes(content)
-            return path
+            flip(directory / file, stored.offset + place % stored.num_bytes)
+            return directory / file
     raise AssertionError(name)
 
 
 def test_without_a_manifest_copies_are_compared_and_padding_is_zero(copy):
     (copy / "manifest.json").unlink()
     read_all(copy)
-    path = flip(copy, "final_layernorm.weight", 1)
+    path = flip_in(copy, "final_layernorm.weight", 1)
     with pytest.raises(UserError, match=f"{path}: .*final_layernorm.weight differs from .*mp_rank_00_001"):
         read_all(copy)
-    flip(copy, "final_layernorm.weight", 1)
+    flip_in(copy, "final_layernorm.weight", 1)
     read_all(copy)
-    path = flip(copy, "image_encoder.encoder.blocks.layers.1.mlp.linear_fc2.weight", 1, -2)  # its last column: 5 of 6
+    path = flip_in(copy, "image_encoder.encoder.blocks.layers.1.mlp.linear_fc2.weight", 1, -2)  # last column: 5 of 6
     with pytest.raises(UserError, match=f"{path}: the padding of .*linear_fc2.weight is not zero"):
         read_all(copy)
 

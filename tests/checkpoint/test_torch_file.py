@@ -101,13 +101,8 @@ def test_a_module_as_megatron_saves_it(path):
 
 def test_views_that_are_row_major_share_a_storage(path):
     base = torch.randn(6, 4)
-    model = {
-        "base": base,
-        "tied": base,
-        "rows": base[2:5],
-        "flat": base.view(-1)[3:20],
-        "column": base.view(24, 1)[5:7],
-    }
+    model = {"base": base, "tied": base, "rows": base[2:5], "flat": base.view(-1)[3:20],
+             "column": base.view(24, 1)[5:7]}  # fmt: skip
     first, second, *_ = read(saved(path, model))
     assert first.offset == second.offset
     assert contents(path) == {name: as_bytes(tensor) for name, tensor in model.items()}
@@ -132,9 +127,8 @@ def test_tensors_saved_from_an_npu(path):
         saved(path, {"weight": Npu()})
     finally:
         del sys.modules["npu_functions"]
-    rewrite(
-        path, lambda data: data.replace(b"npu_functions\nnpu_rebuild", b"torch_npu.utils.storage\n_rebuild_npu_tensor")
-    )
+    rewrite(path, lambda data: data.replace(
+        b"npu_functions\nnpu_rebuild", b"torch_npu.utils.storage\n_rebuild_npu_tensor"))
     assert contents(path) == {"weight": as_bytes(tensor)}
 
 
@@ -155,18 +149,12 @@ def refusal(path: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    "tensor, words",
-    [
-        (torch.randn(3, 4).t(), "strides (1, 4) for the shape (4, 3)"),
-        (torch.randn(3, 4)[:, :2], "strides (4, 1)"),
-        (torch.randn(3).expand(2, 3), "strides (0, 1)"),
-        (torch.randn(3, dtype=torch.complex64).conj(), "save it .contiguous()"),
-        (3.5, "is a float; expected"),
-        ({"nested": torch.ones(2)}, "is a dict; expected"),
-        (None, "is a NoneType"),
-    ],
-)
+@pytest.mark.parametrize("tensor, words", [
+    (torch.randn(3, 4).t(), "strides (1, 4) for the shape (4, 3)"), (torch.randn(3, 4)[:, :2], "strides (4, 1)"),
+    (torch.randn(3).expand(2, 3), "strides (0, 1)"),
+    (torch.randn(3, dtype=torch.complex64).conj(), "save it .contiguous()"),
+    (3.5, "is a float; expected"), ({"nested": torch.ones(2)}, "is a dict; expected"), (None, "is a NoneType"),
+])  # fmt: skip
 def test_a_tensor_that_is_not_a_byte_range_is_rejected_by_name(path, tensor, words):
     message = refusal(saved(path, {"good": torch.ones(2), "bad.weight": tensor}))
     assert words in message and "model/bad.weight" in message and "good" not in message
@@ -214,8 +202,7 @@ def test_no_tensor_is_read(path):
     script = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from mm.checkpoint.torch_file import read_torch_file\n"
-        "from mm.checkpoint.torch_file import TorchFile\n"
+        "from mm.checkpoint.torch_file import TorchFile, read_torch_file\n"
         "path = Path(sys.argv[1])\n"
         "chunks = {'model': {str(i): (torch.bfloat16, (1 << 20, 1 << 13)) for i in range(64)}}\n"
         "file = TorchFile.new(path.name, chunks)\n"
@@ -242,10 +229,8 @@ EXAMPLE: Chunks = {
 
 
 def specs(chunks: Chunks) -> dict:
-    return {
-        chunk: {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
-        for chunk, tensors in chunks.items()
-    }
+    return {chunk: {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+            for chunk, tensors in chunks.items()}  # fmt: skip
 
 
 def crc32s(file: TorchFile, chunks: Chunks) -> dict[str, int]:
@@ -257,8 +242,8 @@ def value(chunks: Chunks, name: str) -> torch.Tensor:
     return chunks[chunk][key]
 
 
-def write_frame(path: Path, file: TorchFile, checksums: dict[str, int]) -> None:
-    with path.open("wb") as opened:
+def write_frame(path: Path, file: TorchFile, checksums: dict[str, int], mode: str = "wb") -> None:
+    with path.open(mode) as opened:
         for offset, content in file.frame(checksums):
             opened.seek(offset)
             opened.write(content)
@@ -320,12 +305,9 @@ models = st.dictionaries(names, st.tuples(st.sampled_from(WRITTEN), shapes), max
 def test_equal_to_torch_save_bit_for_bit(tmp_path_factory, models, seed):
     torch.manual_seed(seed)
     keys = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-    chunks = {
-        sys.intern(key): {
-            sys.intern(name): torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in model.items()
-        }
-        for key, model in zip(keys, models, strict=True)
-    }
+    chunks = {sys.intern(key): {sys.intern(name): torch.randint(0, 2, shape).to(dtype)
+                                for name, (dtype, shape) in model.items()}
+              for key, model in zip(keys, models, strict=True)}  # fmt: skip
     path = tmp_path_factory.getbasetemp() / "copied.pt"
     reference = tmp_path_factory.getbasetemp() / "reference.pt"
     write_chunks(path, chunks)
@@ -343,10 +325,7 @@ def test_checksums_are_right(path):
     wrong = crc32s(file, EXAMPLE)
     name = next(name for number, name in enumerate(wrong) if number and value(EXAMPLE, name).numel())
     wrong[name] ^= 1
-    with path.open("r+b") as opened:
-        for offset, content in file.frame(wrong):
-            opened.seek(offset)
-            opened.write(content)
+    write_frame(path, file, wrong, "r+b")
     number = [tensor.name for tensor in file.tensors].index(name)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() == f"archive/data/{number}"

@@ -18,8 +18,9 @@ from mm.checkpoint.source import holds_nothing
 from mm.checkpoint.tensor_io import Files
 from mm.checkpoint.training_manifest import CheckpointManifest, CheckpointTensor, TrainingDirectory
 from mm.errors import UserError
+from mm.weights.fuse import local_shape, shard
 from mm.weights.shard import split
-from mm.weights.table import local_shape, model_weights, shard
+from mm.weights.table import model_weights
 from tests.killed import run_killed
 from tests.mm_convert.models import SmallModel
 

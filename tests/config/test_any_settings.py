@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +53,7 @@ def documents(draw: st.DrawFn, name: str) -> str:
             case 1:
                 parent[key] = [parent[key]]
             case 2 if isinstance(parent, dict):
-                parent[f"{key}{draw(st.sampled_from(['', 'x', '_']))}"] = copy.deepcopy(
-                    draw(st.sampled_from(ODD)))
+                parent[f"{key}{draw(st.sampled_from(['', 'x', '_']))}"] = copy.deepcopy(draw(st.sampled_from(ODD)))
             case 3 if type(parent[key]) in (int, float):
                 parent[key] *= draw(st.sampled_from([-1, 2, 0.5, 10**6]))
             case 4 if isinstance(parent[key], str | int | float):
@@ -83,18 +81,14 @@ def lines(draw: st.DrawFn) -> list[str]:
     return words
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("settings")
-
-
 @settings(max_examples=60, deadline=None)
 @given(words=lines(), model=documents("model_7b.json"), data=documents("data_7b.json"),
        variables=st.dictionaries(st.sampled_from(sorted(VARIABLES)), st.sampled_from(WORDS), max_size=2),
        is_launched=st.booleans())  # fmt: skip
 def test_settings_are_read_or_refused(
-    folder: Path, words: list[str], model: str, data: str, variables: dict[str, str], is_launched: bool
-) -> None:
+        tmp_path_factory: pytest.TempPathFactory, words: list[str], model: str, data: str, variables: dict[str, str],
+        is_launched: bool) -> None:
+    folder = tmp_path_factory.mktemp("settings")
     paths = {"--mm-model": folder / "model.json", "--mm-data": folder / "data.json"}
     for path, text in zip(paths.values(), (model, data), strict=True):
         path.write_text(text)

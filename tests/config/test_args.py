@@ -7,17 +7,16 @@ import pytest
 from mm.config.args import TRAIN, Arguments, parse
 from mm.config.command_line import flag_name
 from mm.config.evaluate import EVALUATE
-from mm.config.flag_rules import flag_notes, flag_problems
 from mm.config.generate import GENERATE
 from mm.config.mindspeed import FLAGS, Fixed, Inert, SameAs
-from mm.config.schema import Excludes, Group, Idle, Needs, choices, converted, fields_of, section_of
+from mm.config.parse import Excludes, Group, Idle, Needs, choices, converted, fields_of, section_of
+from mm.config.rules import flag_notes, flag_problems
 from mm.console import NEEDED
 from mm.errors import UserError
 from tests.workload import NO_COPIES, REMAINDERS
 
 REQUIRED = ["--mm-model", "m.json", "--mm-data", "d.json", "--micro-batch-size", "2", "--seq-length", "64",
             "--train-iters", "5", "--lr", "1e-4"]
-
 
 FIELDS = fields_of(Arguments)
 
@@ -90,6 +89,8 @@ def test_forms_of_values():
     (["--bf16", "yes"], "--bf16 takes no value, but has 'yes'; give it alone, or not at all"),
     (["--fp16=1"], "--fp16 takes no value, but has '1'; give it alone, or not at all"),
     (["--device", "cudo"], "--device is 'cudo'; expected one of auto, npu, cuda, cpu (did you mean 'cuda'?)"),
+    (["--recompute-modules", "mlp", "layernrom"], "--recompute-modules is 'layernrom'; expected one or more of "
+     "layernorm, mlp_act, mlp, core_attn (did you mean 'layernorm'?)"),
     (["--recompute-modules", "mlp", "attn"], "--recompute-modules is 'attn'; expected one or more of layernorm, "
      "mlp_act, mlp, core_attn (did you mean 'core_attn'?)"),
     (["--lora-target-parameters", "x"], "--lora-target-parameters is not available here: only linear layers can have "
@@ -121,8 +122,7 @@ def test_the_last_of_repeated_flags_is_used_with_a_note():
 def test_flags_without_effect_are_noted_once_per_reason():
     assert set(notes("--use-flash-attn", "--vocab-size", "1", "--vocab-size", "2", "--swiglu")) == {
         "--vocab-size, --swiglu: no effect: the model JSON decides",
-        "--use-flash-attn: no effect: the device chooses its kernels",
-    }
+        "--use-flash-attn: no effect: the device chooses its kernels"}
     assert notes("--optimizer", "adam") == ()
 
 

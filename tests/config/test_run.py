@@ -7,11 +7,11 @@ import pytest
 
 from mm.config.args import Arguments
 from mm.config.data import DataConfig, read_data
-from mm.config.flag_rules import asks, is_due, validates
 from mm.config.layers import OffloadConfig, RecomputeConfig
 from mm.config.model import read_model
+from mm.config.parse import LOCAL, fields_of
+from mm.config.rules import asks, is_due, validates
 from mm.config.run import Run, load_run, resolved, shared_settings
-from mm.config.schema import LOCAL, fields_of
 from mm.errors import UserError
 from tests.config.test_model import ABSENT, LANGUAGE, PROJECTOR, VISION, changed, model
 from tests.files import EXAMPLES
@@ -381,11 +381,9 @@ def test_the_peers_flags_without_samples_give_a_note(tmp_path):
     (("--save", "s", "--save-best"), {}, "--save-best: there is no validation: {data} has neither val_dataset "
                                          "nor val_rate; add one of them to its basic_parameters"),
     (("--save", "s", "--save-best", "--early-stopping-patience", "2", "--eval-iters", "0"), VAL_RATE,
-     "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or "
-     "remove it"),
+     "--save-best and --early-stopping-patience: there is no validation: --eval-iters is 0; raise or remove it"),
     (("--save-best",), VAL_RATE, "--save-best is given, but --save is missing: add --save, or remove --save-best"),
-    (("--early-stopping-patience", "0"), VAL_RATE,
-     "--early-stopping-patience is 0; expected an integer of at least 1"),
+    (("--early-stopping-patience", "0"), VAL_RATE, "--early-stopping-patience is 0; expected an integer of at least 1"),
     (("--eval-interval", "0"), VAL_RATE, "--eval-interval is 0; expected an integer of at least 1"),
     (("--eval-generate-interval", "5"), {},
      "--eval-generate-interval is given, but --eval-generate-questions is missing: add "

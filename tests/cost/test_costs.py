@@ -32,12 +32,12 @@ from mm.cost.workload import counts_of
 from mm.device.device import KNOWN_DEVICES
 from mm.errors import UserError
 from mm.model.flops import Backward, block_backwards, slot_flops
-from mm.parallel.order import as_costs
+from mm.parallel.pipeline_schedule import as_costs
 from mm.weights.table import VISION_PLACES, Place
-from tests.plan.test_dry_run import run_of
+from tests.plan.test_dry_run import FULL, run_of
 from tests.tiny import our_config
 
-WHOLE = Cutting(1, sequence_parallel=False)
+WHOLE, ALONE = Cutting(1, sequence_parallel=False), our_config(((4,),), ((4,),))
 LAYOUTS = ((((4,),), ((4,),)), (((4, 0),), ((1, 3),)), (((2, 2), (0, 0)), ((0, 0), (2, 2))))
 TOTALS = BatchTotals(300, 480, 3, 0, 120, 2, 1, 30_000, 90_000, 20_000)
 TEXT = replace(TOTALS, num_patches=0, num_images=0, num_image_pairs=0, num_window_pairs=0)
@@ -74,9 +74,8 @@ def test_costs_are_linear_in_counts(counts: list[int]) -> None:
 
 
 def test_whole_recompute_adds_a_forward_pass() -> None:
-    plain = our_config(((4,),), ((4,),))
-    full = replace(plain, language=replace(plain.language, recompute=RecomputeConfig("full", "block", 1)))
-    calibration = by_flops(plain)
+    full = replace(ALONE, language=replace(ALONE.language, recompute=RecomputeConfig("full", "block", 1)))
+    calibration = by_flops(ALONE)
     keys = block_keys(full, WHOLE, has_images=True)
     recomputed = [place for place, key in keys.items() if key.recompute == WHOLE_LAYER]
     assert [layer for _, layer in recomputed] == [0]
@@ -86,29 +85,24 @@ def test_whole_recompute_adds_a_forward_pass() -> None:
 
 
 def test_whole_encoders_have_the_laws_of_one_tensor_parallel_rank() -> None:
-    cut = our_config(((4,),), ((4,),))
-    model = replace(cut, encoder_placement="tensor_ranks")
+    model = replace(ALONE, encoder_placement="tensor_ranks")
     found, alone, two = (block_keys(one, Cutting(size, sequence_parallel=size > 1), has_images=True)
-                         for one, size in ((model, 2), (cut, 1), (cut, 2)))
+                         for one, size in ((model, 2), (ALONE, 1), (ALONE, 2)))
     for place, key in found.items():
         assert key == (alone if place[0] in VISION_PLACES else two)[place]
     by_key = calibration_by_flops(model, Cutting(2, sequence_parallel=True), "bf16").by_key
-    plain = calibration_by_flops(cut, Cutting(1, sequence_parallel=False), "bf16").by_key
+    plain = calibration_by_flops(ALONE, WHOLE, "bf16").by_key
     for place, key in found.items():  # per FLOP of both ranks together
         factor = 2 if place[0] in VISION_PLACES else 1
         assert by_key[key].laws.forward.per_row == factor * plain[alone[place]].laws.forward.per_row
 
 
 def test_a_block_that_was_not_measured_is_refused() -> None:
-    model = our_config(((4,),), ((4,),))
-    other = replace(model, lora=LoraConfig(r=2, target_modules=("all-linear",)))
+    other = replace(ALONE, lora=LoraConfig(r=2, target_modules=("all-linear",)))
     assert Backward.ADAPTERS in block_backwards(other, has_images=True).values()
     with pytest.raises(UserError, match=r"no LLM layer .* the gradients of the input and of adapters .*mm-plan"):
-        BlockCosts.of(other, WHOLE, by_flops(model))
+        BlockCosts.of(other, WHOLE, by_flops(ALONE))
     assert counts_of([NO_SAMPLES]).sum() == 0
-
-
-FULL = RecomputeConfig("full", "uniform", 1)
 
 
 def offloaded(run: Run, num_layers: int | None = None) -> Run:
@@ -136,24 +130,23 @@ def test_the_bytes_of_layers_are_those_in_host_memory(
 
 
 def test_a_layer_takes_as_long_as_its_bytes_on_the_link() -> None:
+    h200, a100 = (next(one for one in KNOWN_DEVICES if one.label == label) for label in ("H200", "A100 80GB"))
     run = run_of("7b", [32], [28], 1, bf16=True)
-    device = next(one for one in KNOWN_DEVICES if one.label == "H200")
-    calibration = calibration_by_device(run, device, device.links)
+    calibration = calibration_by_device(run, h200, h200.links)
     laws = calibration.blocks[-2].laws
     assert behind_link(laws, 0, calibration, is_exposed=True) == laws
     slow, exposed = (behind_link(laws, 10**9, calibration, is_exposed=one) for one in (False, True))
     assert slow.forward == exposed.forward == replace(laws.forward, per_row=10**9 / HOST_BYTES_PER_SECOND)
     assert exposed.backward.per_row == 2 * slow.backward.per_row == 2 * slow.forward.per_row
     assert behind_link(laws, 10**9, replace(calibration, host_bytes=None), is_exposed=True) == laws
-    plain, more = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
-        counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
+    plain, more = (BlockCosts.of(one.model, WHOLE, calibration).of_all(counts_of([TOTALS, TEXT]))
+                   for one in (run, offloaded(run)))
     assert np.all(more > plain)
     # the input of a recomputed layer crosses while that layer is computed, except that of the ViT's last one
     run = run_of("7b", [32], [28], 1, bf16=True, recompute=FULL)
-    device = next(one for one in KNOWN_DEVICES if one.label == "A100 80GB")
-    calibration = calibration_by_device(run, device, device.links)
-    plain, hidden = (BlockCosts.of(one.model, Cutting(1, sequence_parallel=False), calibration).of_all(
-        counts_of([TOTALS, TEXT])) for one in (run, offloaded(run)))
+    calibration = calibration_by_device(run, a100, a100.links)
+    plain, hidden = (BlockCosts.of(one.model, WHOLE, calibration).of_all(counts_of([TOTALS, TEXT]))
+                     for one in (run, offloaded(run)))
     (last,) = exposed_layers(offloaded(run).model)
     waits = offloaded_bytes(offloaded(run).model, 1, "bf16", 1)[last] * TOTALS.num_patches / HOST_BYTES_PER_SECOND
     assert hidden - plain == pytest.approx([waits, 0], abs=1e-9)

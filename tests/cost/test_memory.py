@@ -3,84 +3,73 @@
 ``tests/test_budgets.py`` compares them with what a traced step keeps.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.config.layers import RecomputeConfig
-from mm.config.model import ModelConfig, read_model
+from mm.config.model import read_model
 from mm.cost.layer_memory import ALL, INPUT, NOTHING, Keeps, layer_bytes
 from mm.cost.memory import ChunkMemory, MicrobatchSizes
 from mm.cost.stage_memory import StageMemory, offloaded, stage_memory
 from mm.model.layers.loss import MAX_LOGIT_ROWS
-from mm.parallel.order import stage_steps
-from tests.plan.test_dry_run import EXAMPLES, run_of
+from mm.parallel.pipeline_schedule import stage_steps
+from tests.plan.test_dry_run import EXAMPLES, FULL, run_of
 
 TOKENS = MicrobatchSizes(num_tokens=100, num_patches=0, num_targets=0)
 PATCHES = MicrobatchSizes(num_tokens=0, num_patches=100, num_targets=0)
-FULL = RecomputeConfig("full", "uniform", 1)
+MODEL_3B = read_model(EXAMPLES / "model_3b.json").value
 NO_OUTPUTS = Keeps(False, 2, 0, True, True, False)
 """Everything except outputs of norms and SwiGLU: selective recompute, or a frozen layer that a gradient passes."""
-
-
-def model_3b() -> ModelConfig:
-    return read_model(EXAMPLES / "model_3b.json").value
 
 
 def stages(vision: list[int], language: list[int], freeze: str = "", recompute: RecomputeConfig | None = None,
            tp_size: int = 1) -> list[ChunkMemory]:  # fmt: skip
     model = run_of("3b", vision, language, len(vision), freeze=freeze).model
     if recompute is not None:
-        model = dataclasses.replace(model, **{part: dataclasses.replace(getattr(model, part), recompute=recompute)
-                                              for part in ("vision", "language")})  # fmt: skip
+        model = replace(model, **{part: replace(getattr(model, part), recompute=recompute)
+                                  for part in ("vision", "language")})  # fmt: skip
     placement = model.placement()
     return [ChunkMemory(model, placement, spec, tp_size, "bf16") for spec in placement.slots]
 
 
 def test_a_layer_of_the_llm() -> None:
     """hidden 2048, 16 heads and 2 groups of 128, ffn 11008, in bf16; log-sum-exp and the norms' factors in fp32."""
-    layer = layer_bytes(model_3b().language, 11008, tp_size=1, width=2)
+    layer = layer_bytes(MODEL_3B.language, 11008, tp_size=1, width=2)
     assert layer.residuals == 2 * (2048 * 2 + 4)
     assert layer.norm_outputs == 2 * 2048 * 2
     assert layer.attention == (2048 + 256 + 256) * 2 + 2048 * 2 + 16 * 4
     assert (layer.swiglu_input, layer.swiglu_output) == (2 * 11008 * 2, 11008 * 2)
     others = layer.input + layer.adapter_number
     assert layer.kept(ALL) == sum(vars(layer).values()) - others and layer.gathered == 0
-    assert layer.kept(dataclasses.replace(ALL, adapter_numbers=24)) == layer.kept(ALL) + 24 * 2
+    assert layer.kept(replace(ALL, adapter_numbers=24)) == layer.kept(ALL) + 24 * 2
     assert layer.kept(ALL) - layer.kept(NO_OUTPUTS) == layer.norm_outputs + layer.swiglu_output
     assert (layer.kept(INPUT), layer.kept(NOTHING)) == (2048 * 2, 0)
 
 
 def test_tensor_parallel_ranks_share_heads_and_ffn_but_not_rows() -> None:
-    whole, half = (layer_bytes(model_3b().vision, 3420 // tp, tp, width=2) for tp in (1, 2))
+    whole, half = (layer_bytes(MODEL_3B.vision, 3420 // tp, tp, width=2) for tp in (1, 2))
     assert (half.residuals, half.norm_outputs, half.input) == (whole.residuals, whole.norm_outputs, whole.input)
     assert 2 * half.attention == whole.attention and 2 * half.swiglu_input == whole.swiglu_input
 
 
-@pytest.mark.parametrize(
-    ("freeze", "recompute", "layers_kept"),
-    [
-        ("", None, ALL),
-        ("v", None, ALL),
-        ("l", None, NO_OUTPUTS),  # the gradient of the visual tokens passes through
-        ("", FULL, INPUT),
-        ("l", FULL, INPUT),
-        ("", RecomputeConfig("selective"), NO_OUTPUTS),
-        ("", RecomputeConfig("selective", modules=("core_attn",)), ALL),
-        ("", RecomputeConfig("selective", modules=("layernorm",)), Keeps(False, 2, 0, True, True, True)),
-        ("", RecomputeConfig("selective", modules=("mlp_act",)), Keeps(False, 2, 2, True, True, False)),
-        ("", RecomputeConfig("selective", modules=("mlp",)), Keeps(False, 2, 1, True, False, False)),
-        ("", RecomputeConfig("selective", modules=("mlp", "mlp_act")), Keeps(False, 2, 1, True, False, False)),
-        ("", RecomputeConfig("selective", modules=("layernorm", "mlp")), Keeps(False, 2, 0, True, False, False)),
-    ],
-)
+@pytest.mark.parametrize(("freeze", "recompute", "layers_kept"), [
+    ("", None, ALL), ("v", None, ALL),
+    ("l", None, NO_OUTPUTS),  # the gradient of the visual tokens passes through
+    ("", FULL, INPUT), ("l", FULL, INPUT), ("", RecomputeConfig("selective"), NO_OUTPUTS),
+    ("", RecomputeConfig("selective", modules=("core_attn",)), ALL),
+    ("", RecomputeConfig("selective", modules=("layernorm",)), Keeps(False, 2, 0, True, True, True)),
+    ("", RecomputeConfig("selective", modules=("mlp_act",)), Keeps(False, 2, 2, True, True, False)),
+    ("", RecomputeConfig("selective", modules=("mlp",)), Keeps(False, 2, 1, True, False, False)),
+    ("", RecomputeConfig("selective", modules=("mlp", "mlp_act")), Keeps(False, 2, 1, True, False, False)),
+    ("", RecomputeConfig("selective", modules=("layernorm", "mlp")), Keeps(False, 2, 0, True, False, False)),
+])
 def test_what_llm_layers_keep(freeze: str, recompute: RecomputeConfig | None, layers_kept: Keeps) -> None:
     _, stage = stages([32, 0], [18, 18], freeze, recompute)
     layer = layer_bytes(stage.model.language, 11008, 1, 2)
-    tables = 2 * 128 * 2
-    assert stage.kept_bytes(TOKENS) == 100 * (18 * layer.kept(layers_kept) + tables)
+    assert stage.kept_bytes(TOKENS) == 100 * (18 * layer.kept(layers_kept) + 2 * 128 * 2)  # and the tables
 
 
 def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
@@ -89,6 +78,27 @@ def test_block_recompute_applies_to_the_first_layers_of_a_stage() -> None:
     kept = 5 * layer.kept(INPUT) + 13 * layer.kept(ALL) + 2 * 128 * 2
     assert stage.kept_bytes(TOKENS) == 100 * kept
     assert stage.working_bytes(TOKENS) == 100 * layer.working(INPUT)
+
+
+def test_a_frozen_prefix_keeps_nothing_but_needs_working_memory() -> None:
+    stage, _ = stages([32, 0], [0, 36], "vp")
+    assert stage.kept_bytes(PATCHES) == 0
+    layer = layer_bytes(stage.model.vision, 3424, 1, 2)
+    assert stage.working_bytes(PATCHES) == 100 * layer.kept(ALL)
+
+
+def test_a_whole_encoder_keeps_whole_layers_of_its_own_images() -> None:
+    """Nothing of the ViT is cut, not even with sequence parallelism: a patch costs what it costs on one rank."""
+    alone = stages([16, 16, 0], [0, 0, 36])
+    whole = [replace(one, tp_size=2, num_pieces=2, model=replace(one.model, encoder_placement="tensor_ranks"))
+             for one in alone]
+    rows = MicrobatchSizes(0, 400, 0)
+    for one, other in zip(alone[:2], whole[:2], strict=True):
+        assert other.kept_bytes(rows) == one.kept_bytes(rows) > 0
+        assert other.coming_bytes(rows) == one.coming_bytes(rows)
+        assert other.working_bytes(rows) == one.working_bytes(rows)
+    text = MicrobatchSizes(400, 0, 0)
+    assert whole[2].kept_bytes(text) < alone[2].kept_bytes(text)
 
 
 def test_microbatches_in_flight_under_1f1b() -> None:
@@ -125,14 +135,14 @@ def test_chunks_of_a_stage_share_its_memory() -> None:
 
 
 def test_cached_vit_features_arrive_in_whole_rows() -> None:
-    """They replace pixels (1176 elements each) or a message cut over tensor-parallel ranks; only the projector gets
-    them."""
-    first, second = (dataclasses.replace(chunk, tp_size=2, num_pieces=2) for chunk in stages([16, 16], [0, 36]))
+    """In place of pixels (1176 elements each) or of a message cut over tensor-parallel ranks; for the projector alone.
+    """
+    first, second = (replace(chunk, tp_size=2, num_pieces=2) for chunk in stages([16, 16], [0, 36]))
     (alone,) = stages([32], [36])
     rows = MicrobatchSizes(100, 400, 0)
 
     def more(chunk: ChunkMemory) -> int:
-        return dataclasses.replace(chunk, keeps_features=True).coming_bytes(rows) - chunk.coming_bytes(rows)
+        return replace(chunk, keeps_features=True).coming_bytes(rows) - chunk.coming_bytes(rows)
 
     assert more(first) == 0
     assert more(second) == 400 * 1280 * 2 // 2
@@ -145,8 +155,7 @@ def test_microbatches_that_are_encoded_together_are_kept_together(
 ) -> None:
     """As many as the schedule of the first stage keeps, counted one by one; exactly if there are enough to reach it."""
     chunk, *_ = stages([32, *[0] * (num_stages - 1)], [*[0] * (num_stages - 1), 36])
-    together = dataclasses.replace(chunk, model=dataclasses.replace(
-        chunk.model, encoder_batch_microbatches=encoder_batch))
+    together = replace(chunk, model=replace(chunk.model, encoder_batch_microbatches=encoder_batch))
     rows = MicrobatchSizes(0, 400, 0)
     of_one = together.kept_bytes(rows)
     most, forward, backward = 0, 0, 0
@@ -175,7 +184,7 @@ def test_messages_that_a_frozen_prefix_sends_ahead_count() -> None:
     assert first.peak_bytes(rows, 5, 7) == peak + 5 * patches
     trained, halves = stages(*lists), stages(*lists, freeze="v", tp_size=2)
     assert not any(chunk.ahead_bytes(rows) for chunk in (*trained, halves[1]))  # the projector of the second is trained
-    assert dataclasses.replace(halves[0], num_pieces=2).ahead_bytes(rows) == patches // 2
+    assert replace(halves[0], num_pieces=2).ahead_bytes(rows) == patches // 2
 
 
 def test_the_next_microbatch_is_already_allocated() -> None:

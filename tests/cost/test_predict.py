@@ -19,13 +19,14 @@ from mm.cost.workload import Workload, counts_of
 from mm.data.sampler.cost import pipeline_order
 from mm.errors import UserError
 from mm.model.flops import slot_flops
-from mm.parallel.order import step_cost
+from mm.parallel.pipeline_schedule import step_cost
 from mm.weights.table import VISION_PLACES
-from tests.cost.test_costs import by_flops
+from tests.cost.test_costs import ALONE, TEXT, by_flops
+from tests.cost.test_costs import TOTALS as LARGE
 from tests.tiny import our_config
 
-LARGE = BatchTotals(300, 480, 3, 0, 120, 2, 1, 30_000, 90_000, 20_000)
 SMALL = replace(LARGE, num_tokens=100, num_target_tokens=40, num_causal_pairs=5_000)
+STAGES = our_config(((4, 0),), ((1, 3),))
 
 
 def run_of(model: ModelConfig, num_ranks: int, *flags: str) -> Run:
@@ -45,9 +46,8 @@ def prediction(model: ModelConfig, replicas: list[list[BatchTotals]], calibratio
 
 
 def test_one_rank_does_all_work_one_after_the_other() -> None:
-    model = our_config(((4,),), ((4,),))
-    _, found = prediction(model, [[LARGE, SMALL]], by_flops(model), 1)
-    work = sum(cost.forward + cost.backward for slots in slot_flops(model, [LARGE, SMALL]) for cost in slots)
+    _, found = prediction(ALONE, [[LARGE, SMALL]], by_flops(ALONE), 1)
+    work = sum(cost.forward + cost.backward for slots in slot_flops(ALONE, [LARGE, SMALL]) for cost in slots)
     assert found.seconds == found.pipeline == pytest.approx(work)
     assert found.bubble == pytest.approx(0)
     assert found.interval == (found.seconds, found.seconds)  # the laws are exact, and there is one step
@@ -62,29 +62,26 @@ def test_an_interval_never_reaches_zero(seconds: float, spread: float, error: fl
 
 
 def test_stages_run_as_simulated_in_the_order_of_a_run() -> None:
-    model = our_config(((4, 0),), ((1, 3),))
     batch = [LARGE, SMALL, SMALL, LARGE, SMALL]
-    _, found = prediction(model, [batch], with_links(model), 2)
-    costs = slot_flops(model, batch)
+    _, found = prediction(STAGES, [batch], with_links(STAGES), 2)
+    costs = slot_flops(STAGES, batch)
     assert found.pipeline == pytest.approx(step_cost([costs[one] for one in pipeline_order(costs, 2)], 2))
     assert 0 < found.bubble < 1
     assert found.even <= found.pipeline * (1 + 1e-9)
 
 
 def test_the_slowest_replica_decides() -> None:
-    model = our_config(((4, 0),), ((1, 3),))
-    _, one = prediction(model, [[LARGE] * 3], with_links(model), 2)
-    _, two = prediction(model, [[SMALL] * 3, [LARGE] * 3], with_links(model), 4)
+    _, one = prediction(STAGES, [[LARGE] * 3], with_links(STAGES), 2)
+    _, two = prediction(STAGES, [[SMALL] * 3, [LARGE] * 3], with_links(STAGES), 4)
     assert two.pipeline == pytest.approx(one.pipeline)
 
 
 def test_messages_reduction_and_update_add_to_a_step() -> None:
-    model = our_config(((4, 0),), ((1, 3),))
-    free = with_links(model)
+    free = with_links(STAGES)
     costly = replace(free, message=Law(1e6, 1.0), all_reduce={2: Law(10.0, 1.0)}, step=Law(5.0, 2.0))
-    _, before = prediction(model, [[LARGE] * 3] * 2, free, 4)
-    run, after = prediction(model, [[LARGE] * 3] * 2, costly, 4)
-    sizes: list = stage_sizes(run, model.placement())
+    _, before = prediction(STAGES, [[LARGE] * 3] * 2, free, 4)
+    run, after = prediction(STAGES, [[LARGE] * 3] * 2, costly, 4)
+    sizes: list = stage_sizes(run, STAGES.placement())
     assert after.reduction == 10 + max(size.gradient_bytes for size in sizes)
     assert after.update == 5 + 2 * max(size.num_trainable_params for size in sizes)
     assert after.pipeline >= before.pipeline + 2e6  # the first message there and the last one back
@@ -107,12 +104,8 @@ def test_the_last_stage_of_a_chunk_sends_to_the_first_stage_of_the_next() -> Non
 
 
 def test_a_run_of_several_ranks_needs_a_calibration_of_several() -> None:
-    model = our_config(((4, 0),), ((1, 3),))
     with pytest.raises(UserError, match="the run has 2 ranks, but the calibration was measured by one process"):
-        Predictor(run_of(model, 2), by_flops(model))
-
-
-TEXT = replace(LARGE, num_patches=0, num_images=0, num_image_pairs=0, num_window_pairs=0)
+        Predictor(run_of(STAGES, 2), by_flops(STAGES))
 
 
 def with_fixed(model: ModelConfig, fixed: float) -> Calibration:
@@ -152,8 +145,7 @@ def test_a_bound_holds_with_images_that_are_encoded_together() -> None:
 
 
 def test_context_parallel_ranks_share_a_microbatch() -> None:
-    model = our_config(((4,),), ((4,),))
-    run = run_of(model, 2, "--context-parallel-size", "2")
-    whole = Predictor(run_of(model, 1), by_flops(model)).predict(Workload(((counts_of([LARGE]),),)))
-    half = Predictor(run, with_links(model)).predict(Workload(((counts_of([LARGE]),),)))
+    run, workload = run_of(ALONE, 2, "--context-parallel-size", "2"), Workload(((counts_of([LARGE]),),))
+    whole = Predictor(run_of(ALONE, 1), by_flops(ALONE)).predict(workload)
+    half = Predictor(run, with_links(ALONE)).predict(workload)
     assert whole.pipeline / 2 < half.pipeline < whole.pipeline  # three images on two ranks, and no image is cut

@@ -64,13 +64,26 @@ def write_clip(
     return path
 
 
-def damage_frame(path: Path, number: int) -> None:
-    """Write zeros over the content of one frame; returns its number in storage order."""
+@contextmanager
+def changed_frames(path: Path) -> Iterator[list[memoryview]]:
+    """The bytes of every frame in storage order, which are written back."""
     with av.open(str(path)) as container:
-        entry = container.streams.video[0].index_entries[number]
+        places = [(entry.pos, entry.size) for entry in container.streams.video[0].index_entries]
     raw = bytearray(path.read_bytes())
-    raw[entry.pos + 4 : entry.pos + entry.size] = bytes(entry.size - 4)
+    yield [memoryview(raw)[start : start + size] for start, size in places]
     path.write_bytes(raw)
+
+
+def damage_frame(path: Path, number: int) -> None:
+    """Write zeros over the content of one frame, counted in storage order."""
+    with changed_frames(path) as frames:
+        frames[number][4:] = bytes(len(frames[number]) - 4)
+
+
+def kind_of_clip(path: Path, num_frames: int = 40, **settings) -> Path:
+    """A clip by settings of ``write_clip`` with so many frames, at 30 a second, if they have no ticks of their own."""
+    ticks = settings.pop("ticks", range(num_frames) if "time_base" in settings else even(num_frames))
+    return write_clip(path, ticks, **settings)
 
 
 def picture(number: int, size: tuple[int, int]) -> np.ndarray:

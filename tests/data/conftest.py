@@ -21,9 +21,8 @@ def hf_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(TEXTS * 3, trainer)
+    bpe.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     model = json.loads(bpe.to_str())["model"]
     newline = "\u010a"  # how byte-level BPE writes a newline
     merges = [tuple(merge) for merge in model["merges"]] + [(newline, newline)]
@@ -56,10 +55,8 @@ def write_dataset(tmp_path: Path, hf_directory: Path, media_directory: Path) -> 
     """Writes records given as in ``RECORDS`` to a file and returns a config that reads it."""
 
     def write(records: list[dict] = RECORDS, **changes) -> DataConfig:
-        raw = [
-            {**record, "messages": [{"role": role, "content": text} for role, text in record["messages"]]}
-            for record in records
-        ]
+        raw = [{**record, "messages": [{"role": role, "content": text} for role, text in record["messages"]]}
+               for record in records]
         path = tmp_path / "data.json"
         path.write_text(json.dumps(raw, ensure_ascii=False, indent=1), encoding="utf-8")
         return data_config(hf_directory, media_directory, path, **{"media_roots": (str(tmp_path),), **changes})

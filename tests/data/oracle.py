@@ -16,16 +16,10 @@ from mm.data.sample import Sample, Video
 from mm.data.sampler.sampler import SampleOrder, in_turn, shuffled
 
 PREPROCESSOR = {
-    "min_pixels": 3136,
-    "max_pixels": 12845056,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
-}
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
 """``preprocessor_config.json`` of the published Qwen2.5-VL checkpoints."""
 
 TEXTS = [
@@ -37,33 +31,20 @@ TEXTS = [
 
 MAX_PIXELS = 128 * 128
 
+ATTRIBUTES = Attributes(messages="messages", images="images", role_tag="role", content_tag="content", user_tag="user",
+                        assistant_tag="assistant", system_tag="system")
+
 RECORDS = [
     {"messages": [("user", "Hello, what can you do?"), ("assistant", "I can describe pictures.")]},
-    {
-        "messages": [("user", "<image>\nWhat is in this picture?"), ("assistant", "Two cats and a dog.\n\nNo more.")],
-        "images": ["wide.png"],
-    },
-    {
-        "messages": [
-            ("system", "Answer in one word."),
-            ("user", "Compare <image> with <image>."),
-            ("assistant", "Different."),
-            ("user", "Sure?"),
-            ("assistant", "Yes, \U0001f600 naïve café 图中有一只猫。"),
-        ],
-        "images": ["tall.jpg", "wide.png"],
-    },
-    {
-        "messages": [
-            ("user", "First a question."),
-            ("assistant", "Ask!\n"),
-            ("user", "<image>"),
-            ("assistant", "  A picture with <|box_start|>(1,2)<|box_end|> in it."),
-        ],
-        "images": "tall.jpg",
-    },
+    {"messages": [("user", "<image>\nWhat is in this picture?"), ("assistant", "Two cats and a dog.\n\nNo more.")],
+     "images": ["wide.png"]},
+    {"messages": [("system", "Answer in one word."), ("user", "Compare <image> with <image>."),
+                  ("assistant", "Different."), ("user", "Sure?"),
+                  ("assistant", "Yes, \U0001f600 naïve café 图中有一只猫。")], "images": ["tall.jpg", "wide.png"]},
+    {"messages": [("user", "First a question."), ("assistant", "Ask!\n"), ("user", "<image>"),
+                  ("assistant", "  A picture with <|box_start|>(1,2)<|box_end|> in it.")], "images": "tall.jpg"},
     {"messages": [("user", "   Spaces\n\n\n"), ("assistant", "Cafe\u0301 in two code points")], "images": None},
-]
+]  # fmt: skip
 """Text only; one image; system, two turns, two images; image in the second turn, path as a string; null images."""
 
 
@@ -104,16 +85,10 @@ def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Im
 
 
 def data_config(hf_directory: Path, media_directory: Path, *paths: Path, **changes) -> DataConfig:
-    values = {
-        "model_name_or_path": str(hf_directory),
-        "dataset": tuple(map(str, paths)),
-        "dataset_dir": str(media_directory),
-        "attr": Attributes(messages="messages", images="images", role_tag="role", content_tag="content",
-                           user_tag="user", assistant_tag="assistant", system_tag="system"),
-        "image_max_pixels": MAX_PIXELS,
-        "image_min_pixels": 0,
-    }
-    return DataConfig(**{**values, **changes})
+    return DataConfig(**{
+        "model_name_or_path": str(hf_directory), "dataset": tuple(map(str, paths)),
+        "dataset_dir": str(media_directory), "attr": ATTRIBUTES, "image_max_pixels": MAX_PIXELS, "image_min_pixels": 0,
+        **changes})
 
 
 class Transformers:

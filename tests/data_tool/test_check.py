@@ -105,8 +105,7 @@ PEER_KEYS = {
 
 
 def test_check_says_which_keys_of_the_data_json_have_no_effect(flags: list[str], tmp_path: Path, capsys) -> None:
-    """With those of MindSpeed-MM's file for the 7B: each has its reason in one line, and is no error; so on the page.
-    """
+    """Those of MindSpeed-MM's file for the 7B are no errors: each has its reason in one line, also on the page."""
     theirs = json.loads((EXAMPLES / "data_7b.json").read_text())
     ours = json.loads(Path(flags[1]).read_text())["dataset_param"]
     parts = theirs["dataset_param"]

@@ -11,6 +11,7 @@ from mm.device import npu as npu_platform
 from mm.device.cuda import cuda_accumulate
 from mm.device.kernels import Accumulate, plain_accumulate
 from mm.device.npu import npu_accumulate
+from tests.device.marks import on_cuda
 
 ROWS, OUTPUT, INPUT = 64, 48, 40
 HALVES = (torch.bfloat16, torch.float16)
@@ -59,9 +60,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def assert_accumulates(form: Accumulate, dtype: torch.dtype) -> None:
-    gradient, x = rows(dtype)
-    buffer = torch.randn(OUTPUT, INPUT)
+def assert_accumulates(form: Accumulate, dtype: torch.dtype, where: str = "cpu") -> None:
+    gradient, x = (tensor.to(where) for tensor in rows(dtype))
+    buffer = torch.randn(OUTPUT, INPUT, device=where)
     expected = buffer.double() + gradient.double().t() @ x.double()
     form(buffer, gradient, x, False)
     assert relative_error(buffer, expected) < TOLERANCE
@@ -87,16 +88,10 @@ def test_a_buffer_in_the_dtype_of_the_rows_is_rounded_once_a_product(npu) -> Non
         assert buffer.dtype == torch.bfloat16 and relative_error(buffer, expected) < 2**-9
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device here, and cuBLAS runs on no other; see the CPU's form above"
-)
+@on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_on_cuda(dtype) -> None:
-    gradient, x = (tensor.to("cuda") for tensor in rows(dtype))
-    buffer = torch.randn(OUTPUT, INPUT, device="cuda")
-    expected = buffer.double() + gradient.double().t() @ x.double()
-    cuda_accumulate(buffer, gradient, x)
-    assert relative_error(buffer, expected) < TOLERANCE
+    assert_accumulates(cuda_accumulate, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -151,7 +146,7 @@ def test_a_product_that_overwrites_is_one_that_is_added_to_zeros_to_the_bit(dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_rows_change_nothing(dtype, npu, cuda_form_on_the_cpu) -> None:
+def test_no_rows_change_nothing(dtype, npu) -> None:
     gradient, x = rows(dtype, num_rows=0)
     for form in (plain_accumulate, cuda_accumulate, npu_accumulate):
         buffer = torch.ones(OUTPUT, INPUT)

@@ -15,7 +15,8 @@ from mm.device.attention import PLAIN, Pairs, PartialAttention, Segments
 from mm.device.cpu import cpu_attention
 from mm.device.cuda import cuda_attention
 from mm.device.npu import npu_attention
-from mm.model.qwen2_5_vl.arithmetic import plan_vision
+from mm.model.qwen2_5_vl.positions import plan_vision
+from tests.device.marks import on_cuda
 from tests.devices import kernels_of
 
 fast = settings(max_examples=40, deadline=None)
@@ -80,20 +81,11 @@ def test_no_segments():
     assert segments.cu_seqlens.tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "max_segments", "expected"),
-    [
-        ([100], None, True),
-        ([50, 50], None, True),
-        ([50, 60], None, False),
-        ([64] * 1000 + [16], None, False),
-        ([64] * 1000 + [16], 1024, False),
-        ([64] * 1024 + [16], 1024, True),
-        ([64, 16] * 513, 1024, False),
-        ([64] * 2000, 1024, True),
-        ([], None, True),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "max_segments", "expected"), [
+    ([100], None, True), ([50, 50], None, True), ([50, 60], None, False), ([64] * 1000 + [16], None, False),
+    ([64] * 1000 + [16], 1024, False), ([64] * 1024 + [16], 1024, True), ([64, 16] * 513, 1024, False),
+    ([64] * 2000, 1024, True), ([], None, True),
+])  # fmt: skip
 def test_the_way_with_fewer_calls_is_preferred(lengths, max_segments, expected):
     assert segments_of(lengths).prefers_batches(max_segments) is expected
 
@@ -192,16 +184,10 @@ def test_cuda_windows_take_one_call(monkeypatch, grids, expected):
     assert calls == expected
 
 
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-row_kinds = pytest.mark.parametrize(
-    "lengths",
-    [[300], [17, 200, 33, 64], list(window_lengths((1, 30, 26), (1, 16, 16))), []],
-    ids=["one sequence", "packed", "windows", "empty"],
-)
-
-
 @on_cuda
-@row_kinds
+@pytest.mark.parametrize("lengths", [
+    [300], [17, 200, 33, 64], list(window_lengths((1, 30, 26), (1, 16, 16))), [],
+], ids=["one sequence", "packed", "windows", "empty"])  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 2e-5)])
@@ -242,16 +228,11 @@ def test_npu_more_segments_than_one_call_takes(monkeypatch, torch_npu, causal):
     assert calls == [("TND", 1024), ("TND", 476)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        (window_lengths(*ONE_SIZE), [("BSND", 28)]),
-        (window_lengths(*MIXED), [("TND", 35)]),
-        ([2] * 1000 + [1] * 24, [("TND", 1024)]),
-        ([2] * 1100 + [1] * 30, [("BSND", 1100), ("BSND", 30)]),
-        ([3, 2] * 2 + [1] * 1100, [("TND", 1024), ("TND", 80)]),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "expected"), [
+    (window_lengths(*ONE_SIZE), [("BSND", 28)]), (window_lengths(*MIXED), [("TND", 35)]),
+    ([2] * 1000 + [1] * 24, [("TND", 1024)]), ([2] * 1100 + [1] * 30, [("BSND", 1100), ("BSND", 30)]),
+    ([3, 2] * 2 + [1] * 1100, [("TND", 1024), ("TND", 80)]),
+])  # fmt: skip
 def test_npu_windows_take_as_few_calls_as_possible(monkeypatch, torch_npu, lengths, expected):
     calls = record_calls(monkeypatch, torch_npu)
     assert_equals_reference(npu_attention, lengths, 2, 2)
@@ -353,9 +334,7 @@ def test_the_operators_of_cuda_take_what_is_given() -> None:
     assert [one.shape for one in gradients] == [q.shape, k.shape, k.shape]
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device here, and its kernels run on no other; see their shapes above"
-)
+@on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_of_attention_on_cuda(causal, dtype) -> None:

@@ -13,6 +13,7 @@ from torch._inductor.utils import fresh_cache
 
 from mm.device import kernels, pointwise
 from mm.device.kernels import AddNormKernels, Kernels
+from tests.device.marks import on_cuda
 from tests.device.test_npu_path import train, worst_error
 from tests.device.test_pointwise import fused_projection, tables, with_bias_gradient, with_gradient
 from tests.devices import kernels_of
@@ -35,11 +36,6 @@ def compiled_kernels() -> Kernels:
 def compiled_so_far() -> tuple[int, int]:
     """Graphs that were compiled, and kernels that were made of them."""
     return counters["stats"]["unique_graphs"], metrics.generated_kernel_count
-
-
-on_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device here, and Triton's kernels run on no other; see the CPU's"
-)
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_cuda)])

@@ -9,6 +9,7 @@ from mm.device.cuda import CUDA
 from mm.device.device import Device
 from mm.device.platform import make_deterministic
 from mm.errors import UserError
+from tests.device.marks import on_cuda
 from tests.devices import platform_of
 
 
@@ -56,7 +57,7 @@ def test_variables_that_let_results_differ_are_refused_together() -> None:
     assert environment == given and not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here, and FlashAttention runs on no other")
+@on_cuda
 def test_attentions_backward_on_cuda_gives_the_same_bits() -> None:
     """Without the switch its sums are atomic additions in any order."""
     from mm.device.attention import Segments

@@ -152,10 +152,3 @@ def test_rope_without_rows(kernels: Kernels, shape: tuple[int, int, int]) -> Non
     q, k, v, gradient = with_gradient(kernels.rope, qkv, *tables(head_dim, 0))
     assert q.shape == (0, groups * heads_per_group, head_dim) and k.shape == v.shape == (0, groups, head_dim)
     assert gradient.shape == qkv.shape
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_weight_without_rows(kernels: Kernels, dtype: torch.dtype) -> None:
-    buffer = torch.arange(6.0).view(2, 3)
-    kernels.accumulate(buffer, torch.empty(0, 2, dtype=dtype), torch.empty(0, 3, dtype=dtype), False)
-    assert torch.equal(buffer, torch.arange(6.0).view(2, 3))

@@ -11,15 +11,8 @@ from operator import attrgetter
 
 import pytest
 
-from tests.stand_ins.refresh_signatures import (
-    OPERATOR,
-    RECORD,
-    ROOT,
-    as_text,
-    stand_in_names,
-    trees,
-    used_names,
-)  # fmt: skip
+from tests.files import ROOT
+from tests.stand_ins.refresh_signatures import OPERATOR, RECORD, as_text, stand_in_names, trees, used_names
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 DECLARED = RECORDED["declarations"]
@@ -44,14 +37,10 @@ def test_the_file_is_as_the_script_writes_it():
 @pytest.mark.parametrize("name", sorted(stand_in_names()))
 def test_the_stand_in_is_declared_as_the_real_one(torch_npu, name):
     assert name in DECLARED, f"the record lacks torch_npu.{name}: run tests/stand_ins/refresh_signatures.py"
-    parameters = inspect.signature(attrgetter(name)(torch_npu)).parameters.values()
-    empty = inspect.Parameter.empty
+    parameters, empty = inspect.signature(attrgetter(name)(torch_npu)).parameters.values(), inspect.Parameter.empty
     assert DECLARED[name] == [
-        {"name": parameter.name}
-        | ({} if parameter.default is empty else {"default": parameter.default})
-        | ({"keyword_only": True} if parameter.kind is parameter.KEYWORD_ONLY else {})
-        for parameter in parameters
-    ]
+        {"name": one.name} | ({} if one.default is empty else {"default": one.default})
+        | ({"keyword_only": True} if one.kind is one.KEYWORD_ONLY else {}) for one in parameters]
 
 
 @pytest.mark.parametrize("name", sorted(used_names()))
@@ -76,6 +65,3 @@ def test_operators_are_called_with_arguments_that_they_have(call):
 def test_there_are_operators_and_calls():
     assert {"npu_fusion_attention", "npu_rms_norm", "npu_swiglu"} <= used_names() & stand_in_names()
     assert len(CALLS) >= 4
-
-
-# The script

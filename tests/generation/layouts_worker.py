@@ -25,7 +25,7 @@ from mm.generation.answers import by_length  # noqa: E402
 from mm.generation.decode import Answerer  # noqa: E402
 from mm.generation.prompts import Prompt, read_prompts  # noqa: E402
 from mm.generation.session import Session  # noqa: E402
-from mm.generation.source import find, session_of  # noqa: E402
+from mm.generation.setup import find, session_of  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.run.checkpoint import restore  # noqa: E402
 from mm.run.checkpoint.save import BegunSave  # noqa: E402

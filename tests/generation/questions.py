@@ -23,7 +23,7 @@ WORDS = ("How", "many", "pictures", "are", "there", "in", "it,", "and", "what", 
 def write_questions(directory: Path) -> Path:
     """The demo's checkpoint, pictures, a video, and ``prompts.jsonl``: text, one picture, two, a video, both.
 
-    All of them with texts of seven lengths, from two words to eight.
+    Their texts have seven lengths, from two words to eight.
     """
     write_inputs(directory)
     photo(84, 56, seed=1).save(directory / "wide.png")

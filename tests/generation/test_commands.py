@@ -10,7 +10,7 @@ from mm.config.generate import load_asking
 from mm.data.encode import SampleEncoder
 from mm.errors import UserError
 from mm.generation.prompts import read_prompts
-from mm.generation.source import find
+from mm.generation.setup import find
 from tests.data.oracle import photo
 from tests.files import json_lines
 from tests.generation.commands import run_commands

@@ -21,39 +21,25 @@ def recorded(work: Callable[[Tensor], object]) -> dict[str, Tally]:
     return {name: tally for (_, name), tally in recorder.tallies.items()}
 
 
-@pytest.mark.parametrize(
-    ("work", "operator", "num_bytes"),
-    [
-        (lambda x: x + x[:1], "add", 2 * X_BYTES + X_BYTES / ROWS),
-        (lambda x: x.add_(x), "add_", 3 * X_BYTES),
-        (lambda x: x.zero_(), "zero_", X_BYTES),
-        (lambda x: x[:4].copy_(x[4:]), "copy_", X_BYTES),
-        (lambda x: x[torch.zeros(2, dtype=torch.int64, device=META)], "index", 2 * 8 + 2 * 2 * WIDTH * 4),
-        (
-            lambda x: x.index_put_((torch.zeros(2, dtype=torch.int64, device=META),), x[:2], accumulate=True),
-            "index_put_", 2 * 8 + 3 * 2 * WIDTH * 4,
-        ),
-        (lambda x: x.bfloat16(), "_to_copy", 1.5 * X_BYTES),
-        (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), "mul", 2 * X_BYTES),
-        (lambda x: torch._foreach_copy_([x[:4]], [x[4:]]), "_foreach_copy_", X_BYTES),
-    ],
-)
+@pytest.mark.parametrize(("work", "operator", "num_bytes"), [
+    (lambda x: x + x[:1], "add", 2 * X_BYTES + X_BYTES / ROWS), (lambda x: x.add_(x), "add_", 3 * X_BYTES),
+    (lambda x: x.zero_(), "zero_", X_BYTES), (lambda x: x[:4].copy_(x[4:]), "copy_", X_BYTES),
+    (lambda x: x[torch.zeros(2, dtype=torch.int64, device=META)], "index", 2 * 8 + 2 * 2 * WIDTH * 4),
+    (lambda x: x.index_put_((torch.zeros(2, dtype=torch.int64, device=META),), x[:2], accumulate=True),
+     "index_put_", 2 * 8 + 3 * 2 * WIDTH * 4),
+    (lambda x: x.bfloat16(), "_to_copy", 1.5 * X_BYTES),
+    (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), "mul", 2 * X_BYTES),
+    (lambda x: torch._foreach_copy_([x[:4]], [x[4:]]), "_foreach_copy_", X_BYTES),
+])  # fmt: skip
 def test_bytes_of_a_kernel(work: Callable[[Tensor], object], operator: str, num_bytes: float) -> None:
     tally = recorded(work)[operator]
     assert (tally.kernels, tally.num_bytes) == (1, num_bytes)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda x: x.view(-1)[3:].t(),
-        torch.empty_like,
-        lambda x: x.to(torch.float32),
-        lambda x: x[:0] + 1,
-        lambda x: x.copy_(x[:]),
-        lambda x: torch.ones(3) + 1,  # on the host
-    ],
-)
+@pytest.mark.parametrize("work", [
+    lambda x: x.view(-1)[3:].t(), torch.empty_like, lambda x: x.to(torch.float32), lambda x: x[:0] + 1,
+    lambda x: x.copy_(x[:]), lambda x: torch.ones(3) + 1,  # on the host
+])  # fmt: skip
 def test_what_launches_nothing(work: Callable[[Tensor], object]) -> None:
     assert recorded(work) == {}
 

@@ -40,27 +40,15 @@ class SmallModel:
         groups = self.max_tp_size
         heads = groups * self.queries_per_group
         return {
-            "model_type": "qwen2_5_vl",
-            "torch_dtype": "bfloat16",
-            "vocab_size": 8 * 3,
-            "hidden_size": 4 * heads,
-            "intermediate_size": self.language_ffn,
-            "num_hidden_layers": self.language_layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "max_position_embeddings": 64,
-            "rope_scaling": {"mrope_section": [1, 1, 0]},
-            "tie_word_embeddings": self.tied,
+            "model_type": "qwen2_5_vl", "torch_dtype": "bfloat16", "vocab_size": 8 * 3, "hidden_size": 4 * heads,
+            "intermediate_size": self.language_ffn, "num_hidden_layers": self.language_layers,
+            "num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 64,
+            "rope_scaling": {"mrope_section": [1, 1, 0]}, "tie_word_embeddings": self.tied,
             "vision_config": {
-                "depth": self.vision_layers,
-                "hidden_size": 4 * groups,
-                "intermediate_size": self.vision_ffn,
-                "num_heads": groups,
-                "out_hidden_size": 4 * heads,
-                "patch_size": 2,
-                "fullatt_block_indexes": [0],
+                "depth": self.vision_layers, "hidden_size": 4 * groups, "intermediate_size": self.vision_ffn,
+                "num_heads": groups, "out_hidden_size": 4 * heads, "patch_size": 2, "fullatt_block_indexes": [0],
             },
-        }
+        }  # fmt: skip
 
     @property
     def model(self) -> ModelConfig:
@@ -95,16 +83,10 @@ class SmallModel:
 @st.composite
 def small_models(draw) -> SmallModel:
     return SmallModel(
-        max_tp_size=draw(st.sampled_from((1, 2, 4, 8))),
-        vision_layers=draw(st.integers(1, 4)),
-        language_layers=draw(st.integers(1, 4)),
-        vision_ffn=draw(st.integers(1, 9)),
-        language_ffn=draw(st.integers(1, 9)),
-        queries_per_group=draw(st.integers(1, 3)),
-        tied=draw(st.booleans()),
-        spelling=draw(st.sampled_from(Spelling)),
-        num_shards=draw(st.integers(1, 3)),
-    )
+        max_tp_size=draw(st.sampled_from((1, 2, 4, 8))), vision_layers=draw(st.integers(1, 4)),
+        language_layers=draw(st.integers(1, 4)), vision_ffn=draw(st.integers(1, 9)),
+        language_ffn=draw(st.integers(1, 9)), queries_per_group=draw(st.integers(1, 3)), tied=draw(st.booleans()),
+        spelling=draw(st.sampled_from(Spelling)), num_shards=draw(st.integers(1, 3)))
 
 
 @st.composite
@@ -147,6 +129,9 @@ def weights(directory: Path) -> dict[str, dict[str, Tensor]]:
             f"{chunk}/{name}": tensor for chunk, tensors in chunks.items() for name, tensor in tensors.items()
         }
     return found
+
+
+TARGET = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
 
 
 def run(command: str, **flags: object) -> int:

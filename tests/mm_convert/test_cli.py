@@ -12,7 +12,7 @@ from checkpoint.cli import main
 from checkpoint.options import read_lists
 from mm.checkpoint.convert import check_target
 from mm.errors import UserError
-from tests.mm_convert.models import SmallModel, files, run, weights
+from tests.mm_convert.models import TARGET, SmallModel, files, run, weights
 
 PP = "--cfg.parallel_config"
 
@@ -45,8 +45,7 @@ def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
     """Format and structure stay the same unless another is requested."""
     kept = {"common_model_config__enable_canonical_hf_struct": structure}
     assert to_mm(hf, tmp_path / "mm", parallel_config__tp_size=2, save_format="torch", **kept) == 0
-    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
-    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **target) == 0
+    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **TARGET) == 0
     assert [path.name for path in (tmp_path / "other/release/mp_rank_00").iterdir()] == ["model_optim_rng.pt"]
     (tensors,) = weights(tmp_path / "other").values()
     apart = "model/text_decoder.decoder.layers.0.self_attention.q_proj.weight"
@@ -56,7 +55,7 @@ def test_torch_files_and_both_structures(structure, hf, tmp_path, capsys):
     assert run("mm_to_hf", mm_dir=tmp_path / "other", **back, **opposite) == 2
     assert "enable_canonical_hf_struct says" in capsys.readouterr().err
     assert run("resplit", source_dir=tmp_path / "other", target_dir=tmp_path / "third", save_format="safetensors",
-               **target, **opposite) == 0
+               **TARGET, **opposite) == 0
     assert run("show", dir=tmp_path / "third") == 0
     kind = "fused" if structure == "true" else "canonical"
     assert f"release, safetensors files, {kind} structure" in capsys.readouterr().out
@@ -79,7 +78,6 @@ def test_diff(hf, tmp_path, capsys):
 
 def test_a_whole_encoder(hf, tmp_path, capsys):
     """Each tensor-parallel rank holds the whole ViT and projector; it converts to other layouts and back."""
-    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
     assert to_mm(hf, tmp_path / "whole", parallel_config__tp_size=2,
                  parallel_config__encoder_placement="tensor_ranks") == 0
     held = weights(tmp_path / "whole")
@@ -90,7 +88,7 @@ def test_a_whole_encoder(hf, tmp_path, capsys):
     assert "tp_size 2, encoder_placement tensor_ranks" in capsys.readouterr().out
     assert run("verify", mm_dir=tmp_path / "whole", hf_config__hf_dir=hf) == 0
     assert run("diff", source_dir=tmp_path / "whole", target_dir=hf) == 0
-    two = {**target, "target_parallel_config__tp_size": 2}
+    two = {**TARGET, "target_parallel_config__tp_size": 2}
     assert run("resplit", source_dir=tmp_path / "whole", target_dir=tmp_path / "cut", **two) == 0
     assert run("resplit", source_dir=tmp_path / "cut", target_dir=tmp_path / "again", **two,
                target_parallel_config__encoder_placement="tensor_ranks") == 0
@@ -109,8 +107,7 @@ def test_vit_only(hf, tmp_path, capsys):
     assert run("verify", mm_dir=tmp_path / "mm") == 0
     assert run("mm_to_hf", mm_dir=tmp_path / "mm", save_hf_dir=tmp_path / "back", hf_config__hf_dir=hf) == 2
     assert "holds ViT and projector only" in capsys.readouterr().err
-    target = {"target_parallel_config__llm_pp_layers": "[3]", "target_parallel_config__vit_pp_layers": "[2]"}
-    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **target) == 0
+    assert run("resplit", source_dir=tmp_path / "mm", target_dir=tmp_path / "other", **TARGET) == 0
     (whole,) = weights(tmp_path / "other").values()
     assert len(whole) == len(names)
 

@@ -19,7 +19,8 @@ from mm.checkpoint import training_files as writer
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.checkpoint.pipelined_write import Values
 from mm.errors import UserError
-from mm.weights.table import fuse, model_weights, shard
+from mm.weights.fuse import fuse, shard
+from mm.weights.table import model_weights
 from tests.mm_convert.models import SmallModel, layouts, small_models
 from tests.saved_hf import spell
 

@@ -4,7 +4,6 @@ import os
 import random
 import resource
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ from mm.checkpoint.convert import Conversion
 from mm.checkpoint.directories import MEGATRON_MODES, unfinished
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.errors import UserError
+from tests.files import flip
+from tests.killed import run_killed
 from tests.mm_convert.models import SmallModel, files
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
@@ -40,31 +41,8 @@ def expected(hf, tmp_path_factory) -> dict[str, bytes]:
 
 
 def run_and_die(run: Callable[[], None], after: int) -> bool:
-    """Run in a child that is killed before its system call number ``after``; return whether it reached that call."""
-    child = os.fork()
-    if child == 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the child never closes it
-        left = [after]
-
-        def dying(call):
-            def wrapped(*args, **kwargs):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-            return wrapped
-
-        for name in CALLS:
-            setattr(os, name, dying(getattr(os, name)))
-        status = 1
-        try:
-            run()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    """As ``run_killed``, before the system call number ``after`` from 0 on."""
+    return run_killed(run, after + 1, CALLS)
 
 
 def num_calls(hf: Path, folder: Path, kind: Storage = KINDS[0]) -> int:
@@ -109,9 +87,7 @@ def test_a_finished_file_that_has_changed_since_is_written_again(hf, expected, t
         moment += 5
         assert run_and_die(lambda: convert.hf_to_mm(hf, target, LAYOUT).run(num_workers=1), moment)
         finished = sorted((tmp_path / ".mm.mm-convert").rglob("*.safetensors"))
-    content = bytearray(finished[0].read_bytes())
-    content[-1] ^= 1
-    finished[0].write_bytes(content)
+    flip(finished[0], -1)
     convert.hf_to_mm(hf, target, LAYOUT).run(num_workers=1)
     assert files(target) == expected
 

@@ -13,6 +13,7 @@ from mm.checkpoint import convert
 from mm.checkpoint.mindspeed import MindSpeedDirectory
 from mm.checkpoint.mindspeed_layout import Format, Layout, Storage, Structure
 from mm.errors import UserError
+from tests.files import flip
 from tests.mm_convert.models import SmallModel
 
 LAYOUT = Layout(((1, 1, 0),), ((0, 1, 2),), 2)
@@ -56,9 +57,7 @@ def test_every_flipped_bit(kind, tmp_path):
         tensor = chances.choice(list(contents[str(path.relative_to(mm))].values()))
         place = tensor.offset + chances.randrange(tensor.num_bytes)
         whole = path.read_bytes()
-        content = bytearray(whole)
-        content[place] ^= 1 << chances.randrange(8)
-        path.write_bytes(content)
+        flip(path, place, chances.randrange(8))
         with pytest.raises(UserError) as raised:
             verify(mm)
         (problem,) = raised.value.problems

@@ -4,7 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.model.prepare import SharedVisionPass
+from mm.device.device import Device
+
+Device.pick("cpu")  # before megatron is imported
+
+from mm.model.prepare import SharedVisionPass  # noqa: E402
 
 WIDTH = 3
 

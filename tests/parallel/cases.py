@@ -194,8 +194,7 @@ CASES = (
          batch="images on one rank", sharding="optim", overlap=True, micro_batch_size=1),
     Case("tp2-cp2-sp-one-sample-selective-recompute", tp=2, cp=2, sequence_parallel=True, micro_batch_size=1,
          recompute="selective"),
-    Case("cp2-dp2-images-on-one-rank-overlap", cp=2, dp=2, batch="images on one rank", sharding="optim",
-         overlap=True),
+    Case("cp2-dp2-images-on-one-rank-overlap", cp=2, dp=2, batch="images on one rank", sharding="optim", overlap=True),
     Case("tp2-ring2-pp2-sp-vpp2-tied", ((2, 1), (1, 0)), ((0, 0), (1, 3)), tp=2, cp=2, ring=True, tied=True,
          sequence_parallel=True, recompute="selective"),
     # whole encoders: every tensor- and context-parallel rank has images of its own

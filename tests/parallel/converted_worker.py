@@ -24,8 +24,9 @@ from mm.checkpoint.source import Source, open_to_train  # noqa: E402
 from mm.checkpoint.training_manifest import TrainingDirectory  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
+from mm.weights.fuse import local_shape  # noqa: E402
 from mm.weights.shard import MemoryLayout  # noqa: E402
-from mm.weights.table import Weight, local_shape  # noqa: E402
+from mm.weights.table import Weight  # noqa: E402
 from mm.weights.trained import saved_among  # noqa: E402
 from tests.parallel.lora_cases import MIXED  # noqa: E402
 from tests.parallel.state_run import Layout, Run  # noqa: E402

@@ -37,14 +37,9 @@ from mm.placement import Placement  # noqa: E402
 from mm.run.optim.optimizer import owned_states  # noqa: E402
 from mm.run.optim.update import StepResult, update  # noqa: E402
 from mm.run.step import Setup, forward_backward  # noqa: E402
+from mm.weights.fuse import shard  # noqa: E402
 from mm.weights.shard import MemoryLayout  # noqa: E402
-from mm.weights.table import (  # noqa: E402
-    Weight,
-    model_weights,
-    published_name,
-    shard,
-    stage_weights,
-)
+from mm.weights.table import Weight, model_weights, published_name, stage_weights  # noqa: E402
 from mm.weights.trained import is_frozen  # noqa: E402
 from tests.devices import kernels_of  # noqa: E402
 from tests.files import write_whole  # noqa: E402
@@ -131,7 +126,8 @@ def relative_errors(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessG
         both[0], both[1] = (ours.double() - expected.double()).square().sum(), expected.double().square().sum()
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return [float((error / size.clamp_min(1e-30)).sqrt()) if error > 0 else 0.0 for error, size in sums]
+    return [0.0 if error == 0 else float((error / size.clamp_min(1e-30)).sqrt().nan_to_num(torch.inf))
+            for error, size in sums]
 
 
 @dataclass

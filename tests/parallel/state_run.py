@@ -32,8 +32,9 @@ from mm.run.checkpoint.save import BegunSave  # noqa: E402
 from mm.run.optim.optimizer import OwnedState, owned_states, scaler_state  # noqa: E402
 from mm.run.optim.update import gradients_for_norm  # noqa: E402
 from mm.run.step import Setup, forward_backward, step  # noqa: E402
+from mm.weights.fuse import unshard  # noqa: E402
 from mm.weights.shard import joined, memory_shape  # noqa: E402
-from mm.weights.table import model_weights, unshard  # noqa: E402
+from mm.weights.table import model_weights  # noqa: E402
 from tests.microbatches import own_pixels  # noqa: E402
 from tests.parallel.cases import Lists, nested  # noqa: E402
 from tests.tiny import copied_weights, microbatch, our_config, random_sample, without_padding  # noqa: E402
@@ -134,8 +135,7 @@ class Run:
         """Gradients of the next step, reduced, in fp32, as this rank's optimizer gets them."""
         forward_backward(self.setup, self.plan())
         assert not self.optimizer.prepare_grads()
-        return [gradient for one in self.optimizer.chained_optimizers
-                for gradient in gradients_for_norm(one)]
+        return [gradient for one in self.optimizer.chained_optimizers for gradient in gradients_for_norm(one)]
 
     def save(
         self, directory: Path, retention: Retention = ALL_KEPT, disks: Disks | None = None, **options: bool

@@ -27,22 +27,13 @@ from mm.checkpoint.tensor_io import Files  # noqa: E402
 from mm.checkpoint.training_files import Retention  # noqa: E402
 from mm.checkpoint.training_manifest import CheckpointManifest  # noqa: E402
 from mm.config.model import ModelConfig  # noqa: E402
-from mm.device.device import Device  # noqa: E402
 from mm.model.load import fill  # noqa: E402
 from mm.parallel import mesh as parallel  # noqa: E402
 from mm.run.checkpoint import restore as state  # noqa: E402
 from mm.run.progress import BestSoFar  # noqa: E402
 from mm.weights.views import Stored  # noqa: E402
 from tests.parallel.state_background import background_fails, in_background  # noqa: E402
-from tests.parallel.state_layouts import (  # noqa: E402
-    CHAINS,
-    DISTRIBUTED,
-    DP2,
-    PP2,
-    SAME_LAYOUT,
-    TP2,
-    WEIGHT_SHARDS,
-)
+from tests.parallel.state_layouts import CHAINS, DISTRIBUTED, DP2, PP2, SAME_LAYOUT, TP2, WEIGHT_SHARDS  # noqa: E402
 from tests.parallel.state_run import Layout, Run, different, mesh_key, problems_of  # noqa: E402
 from tests.workload import NO_COPIES, REMAINDERS  # noqa: E402
 

@@ -48,9 +48,7 @@ def test_no_rank_is_dealt_more_than_its_share_and_one(costs: list[float], num_ra
 
 
 @given(num_units=st.integers(0, 60), unit=st.sampled_from((1, 4)), num_ranks=st.integers(1, 8))
-def test_row_shards_follow_each_other_and_only_the_last_are_smaller(
-    num_units: int, unit: int, num_ranks: int
-) -> None:
+def test_row_shards_follow_each_other_and_only_the_last_are_smaller(num_units: int, unit: int, num_ranks: int) -> None:
     num_rows = num_units * unit
     pieces = [row_shard(num_rows, unit, rank, num_ranks) for rank in range(num_ranks)]
     rows = [row for piece in pieces for row in range(piece.start, piece.stop)]

@@ -7,26 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mm.plan import cli
-from tests.files import ROOT
-
-SHIPPED = ROOT / "examples/qwen2.5vl"
+from tests.files import EXAMPLES, ROOT
+from tests.plan.test_cli import said
 
 
 def flags(size: str = "7b", world_size: int = 8, **other: object) -> list[str]:
     found = {
-        "mm_model": SHIPPED / f"model_{size}.json", "mm_data": SHIPPED / f"data_{size}.json", "seq_length": 1024,
+        "mm_model": EXAMPLES / f"model_{size}.json", "mm_data": EXAMPLES / f"data_{size}.json", "seq_length": 1024,
         "micro_batch_size": 4, "global_batch_size": 64, "lr": 1e-5, "train_iters": 10, "world_size": world_size,
         "lengths": "llava", **other,
     }  # fmt: skip
     words = [word for name, value in found.items() for word in ("--" + name.replace("_", "-"), str(value))]
     return [*words, "--bf16", "--use-distributed-optimizer"]
-
-
-def said(capsys: pytest.CaptureFixture, status: int, *words: str) -> str:
-    assert cli.main(list(words)) == status
-    out, err = capsys.readouterr()
-    return err if status else out
 
 
 def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_path: Path) -> None:
@@ -38,12 +30,12 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert re.search(r"^now ", text, re.MULTILINE)
     least = float(re.search(r"take less than ([\d.]+) s", text)[1])
     assert least <= seconds[0]
-    source = f'set -e; source {tmp_path}/best/layout.sh; NPUS_PER_NODE=8 bash {SHIPPED}/finetune_qwen2_5_vl_7b.sh'
+    source = f'set -e; source {tmp_path}/best/layout.sh; NPUS_PER_NODE=8 bash {EXAMPLES}/finetune_qwen2_5_vl_7b.sh'
     done = subprocess.run(["bash", "-c", f'{source} "${{LAYOUT_FLAGS[@]}}" --dry-run'], cwd=ROOT, capture_output=True,
                           text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Batch     64 samples per step" in done.stdout and f"{tmp_path}/best/model.json" in done.stdout
-    paths = SHIPPED / "model_7b.json", tmp_path / "best/model.json"
+    paths = EXAMPLES / "model_7b.json", tmp_path / "best/model.json"
     given, written = (json.loads(path.read_text()) for path in paths)
     for model in (given, written):
         for tower in (model["image_encoder"]["vision_encoder"], model["text_decoder"]):
@@ -52,11 +44,17 @@ def test_the_best_layouts_are_shown_and_the_trainer_takes_the_best(capsys, tmp_p
     assert written == given  # nothing else has changed
 
 
-def test_weights_in_shards_have_layouts_with_one_stage_and_the_report_says_so(capsys) -> None:
-    text = said(capsys, 0, "--device", "h200", "--fix", "PP=1/2,VPP=1,MBS=4",
-                *flags(data_parallel_sharding_strategy="optim_grads_params"))
-    assert "give --data-parallel-sharding-strategy optim_grads to search the others" in text
-    assert "the present layout is not legal: --data-parallel-sharding-strategy optim_grads_params needs one" in text
+@pytest.mark.parametrize(("fixed", "other", "messages"), [
+    ("PP=1/2,VPP=1,MBS=4", {"data_parallel_sharding_strategy": "optim_grads_params"},
+     ("give --data-parallel-sharding-strategy optim_grads to search the others",
+      "the present layout is not legal: --data-parallel-sharding-strategy optim_grads_params needs one")),
+    ("PP=1,MBS=1", {"world_size": 1, "global_batch_size": 8, "lora_target_modules": "all-linear"},
+     ("the present layout is not legal: The world size is 1, not a multiple of",)),
+])
+def test_a_present_layout_that_is_not_possible_is_explained(fixed, other, messages, capsys) -> None:
+    """Weights in shards have layouts with one stage."""
+    text = said(capsys, 0, "--device", "h200", "--fix", fixed, *flags(**other))
+    assert re.search("Now +the present layout", text) and all(one in text for one in messages)
 
 
 def test_the_encoder_batch_can_be_fixed_and_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -87,12 +85,6 @@ def test_what_cannot_be_planned_is_refused(words, message, capsys: pytest.Captur
     assert re.search(message, text, re.DOTALL), text
 
 
-def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.CaptureFixture) -> None:
-    other = flags(world_size=1, global_batch_size=8, lora_target_modules="all-linear")
-    text = said(capsys, 0, "--device", "h200", "--fix", "PP=1,MBS=1", *other)
-    assert re.search("Now +the present layout is not legal: The world size is 1, not a multiple of", text)
-
-
 @pytest.mark.parametrize(("fixed", "sampler", "words", "change"), [
     ("MBS=2", {}, ["--calculate-per-microbatch-loss"], "MBS must stay 4"),
     ("MBS=4,SAMPLER=balanced", {"sampler_type": "BucketBatchSampler"}, [], "SAMPLER must stay 'as given'"),
@@ -103,7 +95,7 @@ def test_a_present_layout_that_is_not_possible_is_explained(capsys: pytest.Captu
 def test_fixed_values_that_would_change_what_is_learnt_are_refused(
     fixed, sampler, words, change, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    data = json.loads((SHIPPED / "data_7b.json").read_text())
+    data = json.loads((EXAMPLES / "data_7b.json").read_text())
     data["dataloader_param"] |= sampler
     (tmp_path / "data.json").write_text(json.dumps(data))
     text = said(capsys, 2 * bool(change), "--device", "h200", "--top", "1", "--fix", f"TP=1,PP=2,VPP=1,{fixed}",

@@ -12,7 +12,7 @@ from mm.cost.by_device import calibration_by_flops
 from mm.cost.costs import Cutting
 from mm.cost.predict import Predictor
 from mm.cost.workload import workload_of
-from mm.parallel.order import SlotCost, step_cost
+from mm.parallel.pipeline_schedule import SlotCost, step_cost
 from mm.placement import PipelineLayout
 from mm.plan import lists
 from mm.plan.layouts import llava

@@ -19,11 +19,11 @@ from mm.cost.costs import Cutting
 from mm.cost.predict import Predictor
 from mm.cost.workload import COUNTS, Workload
 from mm.parallel.activity import Activity, Work
-from mm.plan import cli
 from mm.plan.reports import predicted_timeline, step_parts
 from mm.timeline import COMPUTING, ActivitySpan, RankRecord, StepTimeline, extent, seconds_of
 from tests.cost.test_costs import by_flops
 from tests.cost.test_predict import run_of
+from tests.plan.test_cli import said
 from tests.test_timeline import SETTINGS
 from tests.tiny import our_config
 from tests.tiny_inputs import flags_of, run, write_inputs
@@ -48,12 +48,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(folder: Path, *more: str) -> list[str]:
     return [*flags_of(folder, "a run", 2, "--world-size", "2"), *more]
-
-
-def said(capsys: pytest.CaptureFixture, status: int, *words: str | Path) -> str:
-    assert cli.main([*map(str, words)]) == status
-    out, err = capsys.readouterr()
-    return err if status else out
 
 
 def compared(capsys: pytest.CaptureFixture, folder: Path, status: int, logs: Path, *more: str | Path) -> str:
@@ -84,10 +78,10 @@ def test_a_measured_step_has_its_settings_and_microbatches(inputs: Path) -> None
 
 def test_a_run_is_compared_with_its_prediction(inputs: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     text = compared(capsys, inputs, 0, inputs / "a run/logs", "--timeline", tmp_path / "both")
-    seconds, of_parts = re.search(r"measured ([\d.]+) s, predicted ([\d.]+) s", text), []
+    seconds = re.search(r"measured ([\d.]+) s, predicted ([\d.]+) s", text)
     assert re.search(r"^Measured  iteration 4$", text, re.MULTILINE)
-    for part in ("data", "pipeline", "reduction", "update"):
-        of_parts.append(re.search(rf"^{part} +([\d.]+) +([\d.]+)$", text, re.MULTILINE))
+    of_parts = [re.search(rf"^{part} +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+                for part in ("data", "pipeline", "reduction", "update")]
     for side, total in ((2, 1), (1, 2)):
         assert sum(float(one[side]) for one in of_parts) == pytest.approx(float(seconds[total]), rel=0.01)
     assert f"differs from the measured step by {float(seconds[2]) / float(seconds[1]) - 1:+.0%}"[:-2] in text
@@ -125,9 +119,6 @@ def test_other_mistakes_are_refused(inputs: Path, capsys: pytest.CaptureFixture,
     assert "none: cannot be read" in text
 
 
-IMAGES = ("num_images", "num_patches", "num_image_pairs", "num_window_pairs")
-
-
 def drawn() -> tuple[Predictor, tuple[np.ndarray, ...], StepTimeline]:
     """Two replicas of two stages with two chunks, each with equal microbatches."""
     model, rng = our_config(((2, 1), (1, 0)), ((0, 0), (1, 3))), np.random.default_rng(0)
@@ -137,7 +128,8 @@ def drawn() -> tuple[Predictor, tuple[np.ndarray, ...], StepTimeline]:
     calibration = replace(found, blocks=blocks, step=Law(1e-3, 1e-8), message=Law(5e-5, 1e-9),
                           all_reduce={2: Law(1e-4, 1e-9)})
     counts = np.zeros((2, 6, len(COUNTS)))
-    for name in ("num_tokens", "num_target_tokens", "num_causal_pairs", *IMAGES):
+    for name in ("num_tokens", "num_target_tokens", "num_causal_pairs", "num_images", "num_patches", "num_image_pairs",
+                 "num_window_pairs"):
         counts[..., COUNTS.index(name)] = rng.integers(100, 400, (2, 1))
     predictor = Predictor(run_of(model, 4), calibration)
     return predictor, tuple(counts), predicted_timeline(predictor, counts, 3)

@@ -3,23 +3,21 @@
 In other layouts: tests/test_parity.py.
 """
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mm.batch import BatchTotals, StepPlan
 from mm.config.model import Rates
-from mm.device.device import Device
-from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+from tests.run.setups import LR, SMALL, plan_of, setup_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # megatron's
     pytest.mark.filterwarnings("ignore:.*torch.distributed.* is deprecated:FutureWarning"),
 ]
 
-LR, VISION_LR, PROJECTOR_LR, DECAY, PROJECTOR_DECAY = 1e-3, 1e-5, 3e-3, 0.1, 0.4
+VISION_LR, PROJECTOR_LR, DECAY, PROJECTOR_DECAY = 1e-5, 3e-3, 0.1, 0.4
 UPDATE_TOLERANCE = 1e-5  # of the difference of two steps, by norm of each tensor; measured 8.8e-7
 
 
@@ -38,24 +36,11 @@ def settings(name: str) -> tuple[float, float]:
 
 @pytest.fixture(params=[(), ("--use-distributed-optimizer",)], ids=["plain", "distributed"])
 def parts(one_rank: Any, request: pytest.FixtureRequest):
-    from mm.config import args as arguments
-    from mm.model.load import set_weight
-    from mm.model.stage import Stage
-    from mm.run.step import Setup
-
-    config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
-    config = dataclasses.replace(
-        config, vision=dataclasses.replace(config.vision, rates=Rates(VISION_LR)),
-        projector=dataclasses.replace(config.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
-    stage = Stage(config, one_rank, "fp32", Device.pick("cpu"))
-    for weight in stage.weights:
-        set_weight(stage, weight, whole(weight, tensors), one_rank)
-    args = arguments.parse([
-        "--lr", str(LR), "--weight-decay", str(DECAY), "--clip-grad", "0", "--train-iters", "1", "--micro-batch-size",
-        "1", "--seq-length", "64", "--mm-model", "m", "--mm-data", "d", "--lr-scale-modules", "Linear_QKV",
-        "--lr-mult", "0.5", "--weight-decay-exclude-modules", "word_embeddings", *request.param,
-    ])  # fmt: skip
-    return Setup.build(stage, one_rank, args)
+    model = replace(SMALL, vision=replace(SMALL.vision, rates=Rates(VISION_LR)),
+                    projector=replace(SMALL.projector, rates=Rates(PROJECTOR_LR, PROJECTOR_DECAY)))
+    return setup_of(one_rank, "--weight-decay", str(DECAY), "--clip-grad", "0", "--lr-scale-modules", "Linear_QKV",
+                    "--lr-mult", "0.5", "--weight-decay-exclude-modules", "word_embeddings", *request.param,
+                    model=model)
 
 
 def test_each_trained_parameter_is_only_in_its_group(parts) -> None:
@@ -75,9 +60,6 @@ def test_two_steps_equal_torchs_adamw(parts) -> None:
     from mm.run.optim.update import update
     from mm.run.step import forward_backward
 
-    generator = torch.Generator().manual_seed(0)
-    batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
-    plan = StepPlan(tuple(batch), BatchTotals.of(batch, parts.stage.model.vision))
     live = dict(parts.stage.named_parameters())
     updated = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in live.items()}
     start = {name: parameter.detach().clone() for name, parameter in live.items()}
@@ -85,7 +67,7 @@ def test_two_steps_equal_torchs_adamw(parts) -> None:
               for name, one in updated.items()]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=False, foreach=False)
     for factor in (1.0, 0.5):
-        loss = forward_backward(parts, plan)
+        loss = forward_backward(parts, plan_of())
         for (name, parameter), group in zip(updated.items(), adam.param_groups, strict=True):
             parameter.grad = live[name].main_grad.clone()
             group["lr"] = settings(name)[0] * factor

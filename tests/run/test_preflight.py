@@ -1,11 +1,11 @@
 """Found before any device is used: broken or foreign files, targets that must not be written, unusable samples."""
 
-import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from mm.config.run import load_run
 from mm.data.index.dataset import Dataset, TrainedOn
 from mm.data.index.index import Measure
 from mm.errors import UserError
-from mm.generation.source import find
+from mm.generation.setup import find
 from mm.run.preflight import check
 from mm.run.sources import Sources, with_start
 from mm.train import main
@@ -50,14 +50,13 @@ def flags(inputs: Path, *more: str) -> list[str]:
 
 
 def problems(inputs: Path, *more: str) -> list[str]:
-    checked = check(load_run(flags(inputs, *more), environment={}))
-    return checked.problems
+    return check(load_run(flags(inputs, *more), environment={})).problems
 
 
-def set_preprocessing(inputs: Path, **keys: object) -> None:
-    """Keys of the data JSON's preprocess_parameters."""
+def set_data(inputs: Path, section: str, **keys: object) -> None:
+    """Keys of a section of the data JSON."""
     data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["preprocess_parameters"] |= keys
+    data["dataset_param"][section] |= keys
     (inputs / "data.json").write_text(json.dumps(data))
 
 
@@ -76,8 +75,8 @@ def test_all_problems_are_reported_together(inputs: Path):
     (inputs / "full/file").write_text("mine")
     (inputs / "hf/preprocessor_config.json").unlink()
     (inputs / "samples.json").write_text("[{}]")
-    found = problems(inputs, "--load", str(inputs / "cut"), "--export-hf", str(inputs / "full"),
-                     "--save", str(inputs / "data.json"))
+    found = problems(inputs, "--load", str(inputs / "cut"), "--export-hf", str(inputs / "full"), "--save",
+                     str(inputs / "data.json"))
     expected = ("model.safetensors (1000 bytes) is truncated", "has no preprocessor_config.json",
                 "--export-hf: The target", "data.json is a file; give a directory", "samples.json:1: record 0")
     assert len(found) == len(expected)
@@ -93,15 +92,13 @@ def test_a_pattern_that_matches_no_weight_is_a_problem(inputs: Path):
     assert len(found) == 2
 
 
-@pytest.mark.parametrize(("load", "more"), [
-    ((), ()),
-    (("--load", "hf"), ("--lora-rank-pattern", "q_prj=4", "--lr-scale-modules", "lora_A", "--lr-mult", "2")),
-])
-def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path, load, more):
+def test_a_wrong_name_of_a_target_is_one_problem(inputs: Path):
     """Consequences, that nothing is left to train and that no rank fits, are not reported."""
-    (problem,) = problems(inputs, *(str(inputs / one) if one == "hf" else one for one in load),
-                          "--lora-target-modules", "q_prj", *more)
-    assert problem == "--lora-target-modules has 'q_prj', which matches no linear layer (did you mean 'q_proj'?)"
+    others = ("--load", str(inputs / "hf"), "--lora-rank-pattern", "q_prj=4", "--lr-scale-modules", "lora_A",
+              "--lr-mult", "2")
+    for more in ((), others):
+        assert problems(inputs, "--lora-target-modules", "q_prj", *more) == [
+            "--lora-target-modules has 'q_prj', which matches no linear layer (did you mean 'q_proj'?)"]
 
 
 def test_features_are_cached_only_for_a_frozen_vit(inputs: Path):
@@ -121,15 +118,15 @@ def test_an_unfinished_checkpoint_is_rejected(inputs: Path):
     assert "has no manifest.json, so it is not a complete checkpoint" in problem
 
 
-def converted(inputs: Path, format: Format = Format.SAFETENSORS, tp_size: int = 1) -> Path:
+def converted(inputs: Path, tp_size: int = 1) -> Path:
     """The checkpoint in MindSpeed-MM's layout, on two stages."""
-    layout = Layout(((5, 3),), ((0, 4),), tp_size)
-    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, Storage(format)).run(num_workers=1)
+    layout, storage = Layout(((5, 3),), ((0, 4),), tp_size), Storage(Format.TORCH)
+    convert.hf_to_mm(inputs / "hf", inputs / "mm", layout, storage).run(num_workers=1)
     return inputs / "mm"
 
 
 def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Path, capsys):
-    path = converted(inputs, Format.TORCH, tp_size=2)
+    path = converted(inputs, tp_size=2)
     files = [path / f"release/mp_rank_0{rank}_001/model_optim_rng.pt" for rank in range(2)]
     for file in files:
         os.truncate(file, 5000)
@@ -143,7 +140,7 @@ def test_all_problems_of_a_converted_directory_are_reported_together(inputs: Pat
 
 
 def test_the_optimizer_state_of_a_mindspeed_checkpoint_is_not_read(inputs: Path):
-    path = converted(inputs, Format.TORCH)
+    path = converted(inputs)
     (path / "manifest.json").unlink()
     (path / "release").rename(path / "iter_0000100")
     (path / "latest_checkpointed_iteration.txt").write_text("100")
@@ -175,7 +172,9 @@ def test_missing_files_are_only_notes_in_a_dry_run(inputs: Path):
         problems(inputs, "--check")
 
 
-def test_check_reports_success_or_exits_with_status_2(inputs: Path, capsys):
+def test_check_reports_success_or_exits_with_status_2_and_a_dry_run_shows_notes(inputs: Path, capsys):
+    assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
+    assert "  - there are only 1 sample for the 4 of one step: each step repeats some\n" in capsys.readouterr().out
     assert main(flags(inputs, "--check")) == 0
     assert "would stop this run" in capsys.readouterr().out
     (inputs / "samples.json").write_text("[{}]")
@@ -224,9 +223,7 @@ def test_another_model_in_the_hf_directories_is_rejected(inputs: Path):
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "hidden_size": 2048}))
     (found,) = problems(inputs, "--load", str(directory))
     assert found.startswith("--load: ") and "text_decoder.hidden_size  128  |  2048" in found
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = str(directory)
-    (inputs / "data.json").write_text(json.dumps(data))
+    set_data(inputs, "preprocess_parameters", model_name_or_path=str(directory))
     (found,) = problems(inputs)
     named_by = f"{inputs / 'data.json'}: model_name_or_path"
     assert found.startswith(f"{named_by}: ") and "text_decoder.hidden_size  128  |  2048" in found
@@ -235,15 +232,12 @@ def test_another_model_in_the_hf_directories_is_rejected(inputs: Path):
     assert found.startswith(f"{named_by} and --load: {directory / 'config.json'}: hidden_act is 'gelu'; expected ")
 
 
-# The samples
-
-
 def test_pictures_that_mindspeed_would_enlarge_are_noted_once(inputs: Path):
     Image.new("RGB", (640, 480)).save(inputs / "large.png")
     records = [{"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Yes."}],
                 "images": ["large.png"]}] * 3
     (inputs / "samples.json").write_text(json.dumps(records))
-    set_preprocessing(inputs, image_max_pixels=262144)
+    set_data(inputs, "preprocess_parameters", image_max_pixels=262144)
 
     def found_notes() -> list[str]:
         found = check(load_run(flags(inputs, "--seq-length", "512"), 1, {}))
@@ -253,7 +247,7 @@ def test_pictures_that_mindspeed_would_enlarge_are_noted_once(inputs: Path):
     (note,) = found_notes()
     assert "large.png becomes 315 tokens" in note and "which makes 336" in note
     for rule in ("transformers", "llamafactory"):
-        set_preprocessing(inputs, image_resize=rule)
+        set_data(inputs, "preprocess_parameters", image_resize=rule)
         assert found_notes() == []
 
 
@@ -276,7 +270,7 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path, monkeypat
 
     for data in (None, TrainedOn((contents,)).to_json()):
         assert found("--load", saved(data)) == ([], [])
-    other = dataclasses.replace(contents, samples_sha256="other", num_samples=2)
+    other = replace(contents, samples_sha256="other", num_samples=2)
     load = ("--load", saved(TrainedOn((other,)).to_json()))
     (problem,), _ = found(*load)
     what = f"other samples of {inputs}/samples.json are used (2 then, 1 now)"
@@ -288,9 +282,7 @@ def test_data_that_differs_from_the_checkpoints_is_found(inputs: Path, monkeypat
 
 def test_bad_samples_for_validation_are_found_before_training(inputs: Path):
     (inputs / "val.json").write_text('[{"messages": []}]')
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"]["val_dataset"] = str(inputs / "val.json")
-    (inputs / "data.json").write_text(json.dumps(data))
+    set_data(inputs, "basic_parameters", val_dataset=str(inputs / "val.json"))
     (problem,) = problems(inputs)
     assert problem.startswith(f"{inputs}/val.json:1: record 0 (counted from 0): 'messages' is []")
     (inputs / "val.json").unlink()
@@ -329,9 +321,7 @@ def test_skipped_samples_are_counted_beforehand(inputs: Path, capsys):
     records = [{"id": f"bad-{number}", "messages": []} if number in (0, 3, 4, 7) else good for number in range(10)]
     (inputs / "samples.json").write_text(json.dumps(records))
     (inputs / "val.json").write_text(json.dumps([records[1], {"messages": []}]))
-    data = json.loads((inputs / "data.json").read_text())
-    data["dataset_param"]["basic_parameters"] |= {"val_dataset": str(inputs / "val.json"), "val_rate": None}
-    (inputs / "data.json").write_text(json.dumps(data))
+    set_data(inputs, "basic_parameters", val_dataset=str(inputs / "val.json"), val_rate=None)
     given = flags(inputs, "--bad-sample", "skip", "--check")
     assert main([*given, "--max-bad-fraction", "0.5"]) == 0
     printed = capsys.readouterr().out
@@ -361,8 +351,3 @@ def test_keys_that_nothing_reads_are_noted_and_others_refused(inputs: Path, caps
     assert main(flags(inputs, "--check")) == 2
     (problem,) = capsys.readouterr().err.splitlines()
     assert f"{inputs}/samples.json:1: record 1 (counted from 0): has 'objects', which this version does not" in problem
-
-
-def test_a_dry_run_shows_the_notes_of_the_preflight(inputs: Path, capsys):
-    assert main(flags(inputs, "--global-batch-size", "4", "--dry-run")) == 0
-    assert "  - there are only 1 sample for the 4 of one step: each step repeats some\n" in capsys.readouterr().out

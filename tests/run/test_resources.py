@@ -36,11 +36,8 @@ def findings(run: Run, **changes: object) -> tuple[list[str], list[str]]:
     return node_problems(run, dataclasses.replace(PLENTY, **changes), notes), notes
 
 
-def test_a_node_with_enough_of_everything_has_no_findings(inputs: Path) -> None:
+def test_a_node_with_enough_of_everything_has_no_findings_nor_has_this_machine_for_one_rank(inputs: Path) -> None:
     assert findings(run_of(inputs, 8)) == ([], [])
-
-
-def test_this_machine_can_run_one_rank(inputs: Path) -> None:
     node = Node.here({})
     assert (node.first_rank, node.num_ranks) == (0, 1) and node.versions["torch"].startswith("2.")
     assert node_problems(run_of(inputs, 1, "--num-workers", "0"), node, []) == []

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +39,8 @@ def megatrons(rate: LearningRate, num_samples: int, **flags: bool) -> OptimizerP
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
-@given(
-    warmup=st.integers(0, 50), decay=st.integers(60, 200), step=st.integers(0, 250), min_lr=st.sampled_from([0, 1e-6])
-)
+@given(warmup=st.integers(0, 50), decay=st.integers(60, 200), step=st.integers(0, 250),
+       min_lr=st.sampled_from([0, 1e-6]))
 def test_schedule_equals_megatron(style: str, warmup: int, decay: int, step: int, min_lr: float) -> None:
     schedule = LearningRate(1e-4, min_lr, 1e-7, warmup, decay, style)
     assert schedule.at(step) == pytest.approx(megatrons(schedule, step).get_lr({}), rel=1e-12, abs=1e-18)
@@ -73,14 +73,8 @@ def checkpoint(folder: Path, run: Run, iteration: int = 3, schedule: Schedule | 
     consumed = iteration * run.global_batch_size
     path = writer.commit(temporary, training_manifest.CheckpointManifest(
         iteration, consumed, 2, 1, 2, run.model, None, {}, (), schedule=kept))
-    return opened(path, run)
-
-
-def opened(path: Path, run: Run) -> Source:
-    directory = TrainingDirectory.open(path)
-    manifest = directory.manifest
-    return Source(path, Kind.TRAINING, run.model, 1, (), (), directory, iteration=manifest.iteration,
-                          consumed_samples=manifest.consumed_samples)
+    return Source(path, Kind.TRAINING, run.model, 1, (), (), TrainingDirectory.open(path), iteration=iteration,
+                  consumed_samples=consumed)
 
 
 @pytest.mark.parametrize(("flags", "what"), [
@@ -109,12 +103,11 @@ def test_each_changed_setting_is_rejected_or_selected(flags, what: str, load: Lo
         run, schedule, notes = scheduled(load(*flags, flag), sources)
         assert schedule == (Schedule.of(now) if is_now else then)
         assert any(what in note and note.startswith(flag) for note in notes)
-        rates = [(part.rates, run.args.lr, run.args.weight_decay, run.args.lr_mult, run.args.lr_scale_modules)
-                 for part in (run.model.vision, run.model.projector, run.model.language)]
-        expected = now if is_now else before
-        assert rates == [(part.rates, expected.args.lr, expected.args.weight_decay, expected.args.lr_mult,
-                          expected.args.lr_scale_modules) for part in (
-                              expected.model.vision, expected.model.projector, expected.model.language)]
+        found, expected = (
+            [*(part.rates for part in (one.model.vision, one.model.projector, one.model.language)), one.args.lr,
+             one.args.weight_decay, one.args.lr_mult, one.args.lr_scale_modules]
+            for one in (run, now if is_now else before))
+        assert found == expected
 
 
 @pytest.mark.parametrize("flag", WITHOUT)
@@ -130,12 +123,8 @@ def test_the_resulting_schedule_equals_megatrons(flags, flag: str, load: LoadRun
     for consumed in range(24, 80, now.global_batch_size):
         megatron.num_steps = consumed
         assert schedule.at(consumed) == pytest.approx(megatron.get_lr({}), rel=1e-12)
-    refuses = megatrons(Schedule.of(now).learning_rate, 0)
-    if flags:
-        with pytest.raises(AssertionError, match="do not match"):
-            refuses.load_state_dict(state)
-    else:
-        refuses.load_state_dict(state)
+    with pytest.raises(AssertionError, match="do not match") if flags else nullcontext():
+        megatrons(Schedule.of(now).learning_rate, 0).load_state_dict(state)
 
 
 def test_settings_without_effect_may_differ(load: LoadRun, tmp_path: Path) -> None:

@@ -6,44 +6,27 @@ from typing import Any
 import pytest
 import torch
 
-from mm.batch import BatchTotals, StepPlan
-from mm.device.device import Device
+from mm.batch import StepPlan
 from mm.errors import AgreedError
+from mm.weights.fuse import local_shape
 from mm.weights.shard import memory_shape
-from mm.weights.table import local_shape
-from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole, without_padding
+from tests.run.setups import LR, plan_of, setup_of
+from tests.tiny import without_padding
 from tests.workload import NO_COPIES, REMAINDERS
 
-LR = 1e-3
 BESIDE = {"fp32": ["master"], "remainder": ["remainder"], "none": []}
 """What is kept beside a bf16 weight, by ``Arguments.kept_copy``."""
 
 
 @pytest.fixture
 def parts(one_rank: Any, request: pytest.FixtureRequest):
-    """The small model with transformers' random weights; the fixture's parameter adds flags."""
-    from mm.config import args as arguments
-    from mm.model.load import set_weight
-    from mm.model.stage import Stage
-    from mm.run.step import Setup
-
-    config, tensors = our_config(((4,),), ((4,),)), hf_tensors(hf_model())
-    flags = getattr(request, "param", ())
-    stage = Stage(config, one_rank, "bf16" if "--bf16" in flags else "fp32", Device.pick("cpu"))
-    for weight in stage.weights:
-        set_weight(stage, weight, whole(weight, tensors), one_rank)
-    args = arguments.parse([
-        "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
-        "--mm-data", "d", *flags,
-    ])  # fmt: skip
-    return Setup.build(stage, one_rank, args)
+    """The fixture's parameter adds flags."""
+    return setup_of(one_rank, *getattr(request, "param", ()))
 
 
 @pytest.fixture
 def plan() -> StepPlan:
-    generator = torch.Generator().manual_seed(0)
-    batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
-    return StepPlan(tuple(batch), BatchTotals.of(batch, our_config(((4,),), ((4,),)).vision))
+    return plan_of()
 
 
 def weights_of(parts) -> dict[str, torch.Tensor]:

@@ -118,8 +118,7 @@ def test_rows_without_a_picture_are_left_out_with_a_note(tmp_path):
     ("docvqa", {**WORDS, "answer": ""},
      "column 'answer' is empty, so it cannot be scored; use a split with published answers (validation)."),
     ("docvqa", {**WORDS, "question": ""}, "column 'question' is empty; expected a question."),
-    ("mmmu", {**MMMU, "image": encoded(1)},
-     "refers to <image 2>, but has 1 image in column 'image'."),
+    ("mmmu", {**MMMU, "image": encoded(1)}, "refers to <image 2>, but has 1 image in column 'image'."),
 ])  # fmt: skip
 def test_rows_that_cannot_be_asked(tmp_path, name, row, expected):
     with pytest.raises(UserError) as caught:
@@ -137,8 +136,7 @@ def test_cells_are_those_of_pythons_reader(tmp_path_factory, cells):
     _, rows = read_table(str(path), ["index"])
     with path.open(encoding="utf-8", newline="") as stream:
         expected = list(csv.DictReader(stream, delimiter="\t"))
-    assert [dict(row.texts) for row in rows] == [
-        {name: text for name, text in row.items() if text} for row in expected]
+    assert [dict(row.texts) for row in rows] == [{name: text for name, text in row.items() if text} for row in expected]
 
 
 def test_lines_quotes_and_line_ends(tmp_path):

@@ -12,23 +12,9 @@ import pytest
 from PIL import Image
 
 from mm.errors import UserError
+from mm.scoring import results
 from mm.scoring.benchmarks import BENCHMARKS, Items, read_benchmark
-from mm.scoring.results import (
-    ANSWERS,
-    PREDICTIONS,
-    SCORES,
-    SETTINGS,
-    Prediction,
-    check_settings,
-    read_answers,
-    report,
-    results_page,
-    scored,
-    summary,
-    workbook,
-    write_peer_files,
-    write_results,
-)
+from mm.scoring.results import ANSWERS, PREDICTIONS, SCORES, SETTINGS, Prediction, results_page, scored, summary
 from tests.browser import WIDTHS, content_width, needs_browser
 from tests.files import json_lines
 from tests.page_reader import PageReader
@@ -81,11 +67,11 @@ def answers_of(name: str) -> dict[int, Prediction]:
 
 def finished(folder, items: Items, answers: dict[int, Prediction]) -> dict:
     """Scores of answers in the format of mm.generation."""
-    check_settings(folder, {"benchmark": "x"})
+    results.check_settings(folder, {"benchmark": "x"})
     lines = ({"number": number, "answer": one.text, "ended": "length" if one.is_truncated else "stop", "key": ""}
              for number, one in answers.items())
     (folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_results(folder, items, "title", read_answers(folder / ANSWERS))
+    results.write_results(folder, items, "title", results.read_answers(folder / ANSWERS))
     return json.loads((folder / SCORES).read_text())
 
 
@@ -95,8 +81,7 @@ def test_scores_of_each_benchmark(tmp_path, name):
     assert scores["overall"] == {"num_questions": len(ROWS[name]), "score_percent": pytest.approx(ALL[name], abs=1e-4)}
     assert scores["num_truncated_answers"] == 1 and scores["num_empty_answers"] == (name == "ai2d")
     assert scores["num_without_option"] == (name in ("ai2d", "mmmu"))  # the empty one; "A or B"
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        ANSWERS, PREDICTIONS, SCORES, SETTINGS]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [ANSWERS, PREDICTIONS, SCORES, SETTINGS]
 
 
 def test_scores_by_category_and_split(tmp_path):
@@ -128,7 +113,7 @@ def test_another_evaluation_is_refused_and_nothing_lost(tmp_path):
     finished(out, items_of(tmp_path, "ai2d"), answers_of("ai2d"))
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(UserError) as caught:
-        check_settings(out, {"benchmark": "y", "load": "z"})
+        results.check_settings(out, {"benchmark": "y", "load": "z"})
     ends = "; give another --output, or remove this folder to start again."
     assert caught.value.problems == (f'{out}/{SETTINGS}: benchmark was "x" and is now "y"{ends}',
                                      f'{out}/{SETTINGS}: load was null and is now "z"{ends}')
@@ -141,7 +126,8 @@ def sheet(path) -> list[tuple]:
 
 def written(tmp_path, name: str, dataset: str) -> None:
     items = items_of(tmp_path, name)
-    write_peer_files(tmp_path / "out", "qwen2_vl_7b", dataset, items.rule, scored(items, answers_of(name)))
+    found = scored(items, answers_of(name))
+    results.write_peer_files(tmp_path / "out", "qwen2_vl_7b", dataset, items.rule, found)
 
 
 def test_peer_files_of_multiple_choice(tmp_path):
@@ -164,15 +150,15 @@ def test_peer_files_of_multiple_choice(tmp_path):
 def test_peer_files_of_few_words(tmp_path):
     written(tmp_path, "chartqa", "chartqa_test")
     out = tmp_path / "out" / "qwen2_vl_7b_chartqa_test"
-    assert sheet(f"{out}_acc.xlsx") == [
-        ("test_augmented", "test_human", "Overall"), (50, pytest.approx(200 / 3), 60)]
+    assert sheet(f"{out}_acc.xlsx") == [("test_augmented", "test_human", "Overall"), (50, pytest.approx(200 / 3), 60)]
     with open(f"{out}_acc.csv", encoding="utf-8", newline="") as stream:
         assert list(csv.reader(stream, delimiter="\t"))[1][2] == "60.0"
     assert sheet(f"{out}.xlsx")[3] == ("2", "What?", "['4', 'four']", "test_augmented", "four")
 
 
 def test_cells_of_every_kind(tmp_path):
-    (tmp_path / "book.xlsx").write_bytes(workbook([["<&>\"'", "\x00control\x0b", " spaces ", "x" * 40_000, "=1+1"]]))
+    cells = ["<&>\"'", "\x00control\x0b", " spaces ", "x" * 40_000, "=1+1"]
+    (tmp_path / "book.xlsx").write_bytes(results.workbook([cells]))
     assert sheet(tmp_path / "book.xlsx") == [("<&>\"'", "control", " spaces ", "x" * 32_767, "=1+1")]
 
 
@@ -208,5 +194,5 @@ def test_nothing_wrong_and_splits(tmp_path):
     found = [one for one in scored(items, answers_of("mmmu")) if one.score == 1]
     scores = summary(items, "MMMU", found)
     assert "All answers are right" in results_page(scores, {}, found)
-    text = report(scores).text()
+    text = results.report(scores).text()
     assert re.search(r"^score +100\.00% of split validation$", text, flags=re.MULTILINE) and "By l2-category" in text

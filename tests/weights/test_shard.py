@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm.config.model import ModelConfig, read_model
+from mm.weights.fuse import fuse, shard
 from mm.weights.shard import FFN_MULTIPLE, MemoryLayout, joined, memory_ffn, memory_shape, readers, split
-from mm.weights.table import Fusion, Weight, fuse, model_weights, shard
+from mm.weights.table import Fusion, Weight, model_weights
 from tests.files import EXAMPLES
 from tests.weights.test_table import hf_tensors_of, models
 

@@ -12,22 +12,17 @@ from mm.checkpoint.mindspeed_layout import stage_local_name
 from mm.config.model import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from mm.errors import UserError
 from mm.placement import layout_problems
+from mm.weights.fuse import fuse, fuse_pieces, hf_ranges, local_shape, shard, unshard
 from mm.weights.table import (
     EMBEDDING_NAME,
     OUTPUT_LAYER_NAME,
     Fusion,
     Place,
-    fuse,
-    fuse_pieces,
-    hf_ranges,
     is_target,
     live_name,
-    local_shape,
     model_weights,
     published_name,
-    shard,
     stage_weights,
-    unshard,
 )
 from tests.saved_hf import Spelling, spell
 from tests.unfuse import unfuse
@@ -188,35 +183,26 @@ def tiny() -> ModelConfig:
     )
 
 
-def test_vision_qkv_is_regrouped_per_head(tiny):
-    weight = weight_named(tiny, "image_encoder.encoder.blocks.layers.0.self_attention.linear_qkv.bias")
-    assert weight.fusion is Fusion.PER_HEAD_QKV
-    fused = fuse(weight, [torch.tensor([10, 11, 20, 21, 30, 31])])  # q0 q1 k0 k1 v0 v1
-    assert fused.tolist() == [10, 20, 30, 11, 21, 31]
-    assert shard(weight, fused, 2, 1).tolist() == [11, 21, 31]
-
-
-def test_language_qkv_is_grouped_by_key_value_head(tiny):
-    weight = weight_named(tiny, "text_decoder.decoder.layers.0.self_attention.linear_qkv.bias")
-    assert weight.fusion is Fusion.GROUPED_QKV
-    fused = fuse(weight, [torch.tensor([10, 11, 12, 13]), torch.tensor([20, 21]), torch.tensor([30, 31])])
-    assert fused.tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
-    assert shard(weight, fused, 2, 0).tolist() == [10, 11, 20, 30]
+@pytest.mark.parametrize(("layers", "fusion", "parts", "shards"), [
+    # q0 q1 k0 k1 v0 v1 by head; four queries in two groups
+    ("image_encoder.encoder.blocks", Fusion.PER_HEAD_QKV, [[10, 11, 20, 21, 30, 31]], [[10, 20, 30], [11, 21, 31]]),
+    ("text_decoder.decoder", Fusion.GROUPED_QKV, [[10, 11, 12, 13], [20, 21], [30, 31]],
+     [[10, 11, 20, 30], [12, 13, 21, 31]])])
+def test_qkv_is_grouped_by_head_or_by_key_value_head(tiny, layers, fusion, parts, shards):
+    weight = weight_named(tiny, f"{layers}.layers.0.self_attention.linear_qkv.bias")
+    fused = fuse(weight, [*map(torch.tensor, parts)])
+    assert weight.fusion is fusion and fused.tolist() == [*shards[0], *shards[1]]
+    assert [shard(weight, fused, 2, rank).tolist() for rank in (0, 1)] == shards
 
 
 def test_gate_and_up_are_cut_and_padded_each(tiny):
     weight = weight_named(tiny, "image_encoder.encoder.blocks.layers.0.mlp.linear_fc1.bias")
     fused = fuse(weight, [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     assert [shard(weight, fused, 2, rank).tolist() for rank in (0, 1)] == [[1, 2, 4, 5], [3, 0, 6, 0]]
+    assert shard(weight, fused, 8, 7).tolist() == [0, 0]  # a rank wholly in the padding
     down = weight_named(tiny, "image_encoder.encoder.blocks.layers.0.mlp.linear_fc2.weight")
     whole = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert [shard(down, whole, 2, rank).tolist() for rank in (0, 1)] == [[[1, 2], [4, 5]], [[3, 0], [6, 0]]]
-
-
-def test_ranks_wholly_in_the_padding_hold_zeros(tiny):
-    weight = weight_named(tiny, "image_encoder.encoder.blocks.layers.0.mlp.linear_fc1.bias")
-    fused = fuse(weight, [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
-    assert shard(weight, fused, 8, 7).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", [EMBEDDING_NAME, "text_decoder.decoder.layers.0.self_attention.linear_qkv.weight",

@@ -14,7 +14,8 @@ from tests.tiny import our_config
 PARTS = ("vision", "projector", "language")
 
 
-def model_of(*freeze: str, vision: str = "", language: str = "", tied: bool = False, **patterns: Any) -> ModelConfig:
+def model_of(freeze: tuple[str, ...] = (), vision: str = "", language: str = "", tied: bool = False,
+             **patterns: Any) -> ModelConfig:
     """The small model, each tower on one stage of its own, with frozen parts, layers and patterns."""
     return our_config(((2, 2, 0, 0),), ((0, 0, 2, 2),), tied, freeze, (vision, language), **patterns)
 
@@ -33,16 +34,13 @@ def test_a_layer_is_frozen_with_all_of_its_weights_and_nothing_beside_it() -> No
 
 def test_patterns_freeze_and_train_against_parts_and_layers() -> None:
     assert not [name for name in trained(model_of(freeze_modules=("NORM",))) if "norm" in name]
-    names = trained(model_of(*PARTS[:2], language="0-3", freeze_modules=("embedding",),
+    names = trained(model_of(PARTS[:2], language="0-3", freeze_modules=("embedding",),
                              trainable_modules=("layers.3.mlp", "projector*norm")))
-    assert names == ["image_encoder.encoder.blocks.layers.3.mlp.linear_fc1.weight",
-                     "image_encoder.encoder.blocks.layers.3.mlp.linear_fc1.bias",
-                     "image_encoder.encoder.blocks.layers.3.mlp.linear_fc2.weight",
-                     "image_encoder.encoder.blocks.layers.3.mlp.linear_fc2.bias",
-                     "image_encoder.projector.layernorm.weight",
-                     "text_decoder.decoder.layers.3.mlp.linear_fc1.weight",
-                     "text_decoder.decoder.layers.3.mlp.linear_fc2.weight",
-                     "text_decoder.decoder.final_layernorm.weight", OUTPUT_LAYER_NAME]
+    assert names == [
+        *(f"image_encoder.encoder.blocks.layers.3.mlp.linear_{end}" for end in (
+            "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")), "image_encoder.projector.layernorm.weight",
+        *(f"text_decoder.decoder.{end}.weight" for end in (
+            "layers.3.mlp.linear_fc1", "layers.3.mlp.linear_fc2", "final_layernorm")), OUTPUT_LAYER_NAME]
 
 
 def test_both_copies_of_a_tied_embedding_are_frozen_together() -> None:
@@ -74,8 +72,7 @@ PATHS: list[tuple[dict, tuple[str, str]]] = [
 
 @pytest.mark.parametrize(("settings", "expected"), PATHS)
 def test_gradients_cross_the_boundaries_behind_the_first_trained_weight(settings: dict, expected: tuple) -> None:
-    settings = dict(settings)
-    model = model_of(*settings.pop("freeze", ()), **settings)
+    model = model_of(**settings)
     path, slots = GradientPath.of(model), model.placement().slots
     for has_images, crosses in zip((True, False), expected, strict=True):
         assert "".join(str(int(path.comes_back(spec, has_images))) for spec in slots) == f"{crosses}0"
@@ -85,7 +82,7 @@ def test_gradients_cross_the_boundaries_behind_the_first_trained_weight(settings
 @given(st.sets(st.sampled_from([weight.name for weight in model_weights(model_of())]), min_size=1))
 def test_what_needs_an_input_gradient_has_something_trained_before_it(names: set[str]) -> None:
     """Against the order of the table, which is that of the forward pass but for the two starts."""
-    model = model_of(*PARTS, trainable_modules=tuple(names))
+    model = model_of(PARTS, trainable_modules=tuple(names))
     found = {name: place for place, weights in _places(model).items() for name in weights}
     path, places = GradientPath.of(model), list(_places(model))
     for index, (place, layer) in enumerate(places):
@@ -109,7 +106,7 @@ def _places(model: ModelConfig) -> dict[tuple[Place, int | None], list[str]]:
     ({"freeze": PARTS}, "every weight is frozen, so there is nothing to train"),
 ])  # fmt: skip
 def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> None:
-    (problem,) = freeze_problems(model_of(*settings.pop("freeze", ()), **settings))
+    (problem,) = freeze_problems(model_of(**settings))
     assert what in problem
 
 
@@ -117,14 +114,12 @@ def test_words_that_change_nothing_are_refused(settings: dict, what: str) -> Non
     ({}, "41 of the ViT's weights are trained, such as image_encoder.encoder.patch_embed.proj.weight: set "
          "image_encoder.vision_encoder.freeze to true in the model JSON, or remove the flag"),
     ({"vision": "0-3"}, "1 of the ViT's weights are trained"),
-    ({"vision": "0-2", "freeze_modules": ("patch_embed",)}, "10 of the ViT's weights are trained, such as image_encoder"
-                                                            "."
-                                                            "encoder.blocks.layers.3."),
+    ({"vision": "0-2", "freeze_modules": (PATCH,)},
+     "10 of the ViT's weights are trained, such as image_encoder.encoder.blocks.layers.3."),
     ({"freeze": PARTS[:1], "trainable_modules": ("3.mlp", "final")}, ": remove '3.mlp' from --trainable-modules, or"),
 ])  # fmt: skip
 def test_features_are_kept_of_a_vit_that_is_wholly_frozen(settings: dict, what: str) -> None:
-    settings = dict(settings)
-    (problem,) = feature_cache_problems(model_of(*settings.pop("freeze", ()), **settings))
+    (problem,) = feature_cache_problems(model_of(**settings))
     assert what in problem and problem.startswith("--vision-feature-cache ")
 
 
@@ -133,8 +128,7 @@ def test_features_are_kept_of_a_vit_that_is_wholly_frozen(settings: dict, what: 
     {"freeze_modules": ("image_encoder.encoder",)}, {"freeze": PARTS[:1], "trainable_modules": ("projector",)},
 ])  # fmt: skip
 def test_the_projector_may_be_trained(settings: dict) -> None:
-    settings = dict(settings)
-    assert list(feature_cache_problems(model_of(*settings.pop("freeze", ()), **settings))) == []
+    assert list(feature_cache_problems(model_of(**settings))) == []
 
 
 @pytest.mark.parametrize(("settings", "num_notes"), [
@@ -142,5 +136,5 @@ def test_the_projector_may_be_trained(settings: dict) -> None:
     ({"language": "0"}, 0), ({"freeze": PARTS[:2], "language": "0"}, 1), ({"freeze_modules": ("norm",)}, 0),
 ])  # fmt: skip
 def test_a_trained_embedding_before_frozen_layers_is_noted(settings: dict, num_notes: int) -> None:
-    notes = list(freeze_notes(model_of(*settings.pop("freeze", ()), **settings)))
+    notes = list(freeze_notes(model_of(**settings)))
     assert len(notes) == num_notes and all("embed" in note.partition("--freeze-modules")[2] for note in notes)

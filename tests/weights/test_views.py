@@ -8,7 +8,8 @@ import torch
 
 from mm.checkpoint.mindspeed_layout import Storage, mindspeed_targets
 from mm.config.model import read_model
-from mm.weights.table import local_shape, model_weights
+from mm.weights.fuse import local_shape
+from mm.weights.table import model_weights
 from mm.weights.views import ViewIndex, shard_spans
 from tests.files import EXAMPLES
 

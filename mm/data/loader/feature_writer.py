@@ -21,8 +21,9 @@ from mm.data.loader.feature_cache import CRC32_BYTES, path_of, used_bytes, write
 from mm.model.stage import MadeFeatures, Stage
 from mm.parallel.agreement import all_of
 from mm.parallel.mesh import Mesh
+from mm.weights.fuse import unshard
 from mm.weights.shard import MemoryLayout
-from mm.weights.table import Weight, unshard
+from mm.weights.table import Weight
 from mm.weights.trained import is_frozen
 
 _WITHOUT_EFFECT = ("pipeline_num_layers", "freeze", "freeze_layers", "rates", "recompute", "offload",

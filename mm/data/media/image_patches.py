@@ -22,7 +22,7 @@ from torch.nn.functional import interpolate
 
 from mm.batch import Grid, Normalisation
 from mm.config.data import ImageBackend, ResizeRule
-from mm.config.schema import Count, NotNegative, Positive, expected, fields_of, read_json
+from mm.config.parse import Count, NotNegative, Positive, expected, fields_of, read_json
 from mm.data.media.image_decode import image_size, load_image, load_pixels
 from mm.data.sample import Image as ImageItem
 from mm.data.sample import Inline

@@ -14,7 +14,7 @@ from typing import Any
 
 from mm.config.data import Attributes
 from mm.config.mindspeed import AUDIO, PREFERENCES, TOOLS, TWO_COLUMNS
-from mm.config.schema import shown
+from mm.config.parse import shown
 from mm.data.records.roots import MediaRoots
 from mm.data.sample import KINDS, Image, Inline, Media, Sample, Turn, described
 from mm.errors import UserError, counted, nearest

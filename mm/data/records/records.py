@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from mm.config.schema import not_utf8
+from mm.config.parse import not_utf8
 from mm.data.sample import Inline, numbered, record_place
 from mm.errors import UserError, collected
 from mm.files import json_value, sha256

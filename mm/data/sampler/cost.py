@@ -15,7 +15,7 @@ from mm.config.model import ModelConfig
 from mm.data.sample import HasLengths, Lengths
 from mm.data.sampler.balance import Sizes
 from mm.model.flops import slot_flops
-from mm.parallel.order import SlotCost, as_array, step_costs
+from mm.parallel.pipeline_schedule import SlotCost, as_array, step_costs
 
 _MAX_BITS = 40
 """Bits of the largest cost: sums of 8 million such costs still fit 64 bits."""
@@ -103,7 +103,7 @@ def pipeline_order(costs: Sequence[Sequence[SlotCost]], num_stages: int) -> list
 def pipeline_orders(costs: np.ndarray, num_stages: int) -> np.ndarray:
     """The order of the microbatches in each of many pipelines, as numbers: int64 [num_microbatches, num_pipelines].
 
-    ``costs`` is as ``mm.parallel.order.step_costs`` takes it.  Neighbours should be similar, by total cost or that of
+    ``costs`` is as ``pipeline_schedule.step_costs`` takes it.  Neighbours should be similar, by total cost or that of
     the busiest stage, and short ones belong at both ends, where the pipeline fills and drains.
     """
     _, num_microbatches, _, num_pipelines = costs.shape

@@ -25,8 +25,9 @@ from mm.model.layers.layer_context import LayerContext
 from mm.model.layers.linear import linear, sum_over_ranks
 from mm.model.parallel.sharded_rows import ShardedRows
 from mm.parallel.zero.gradient_buffers import gradient_from, take_buffer
+from mm.weights.fuse import local_shape
 from mm.weights.shard import memory_shape
-from mm.weights.table import Fusion, Weight, local_shape
+from mm.weights.table import Fusion, Weight
 from mm.weights.trained import layer_weight, matrix_pairs
 
 _PLACES_AT_A_TIME = 1 << 22

@@ -23,8 +23,8 @@ from mm.model.layers.norm import Residual
 from mm.model.layers.vocabulary import OutputLayer
 from mm.model.parallel.ring import Ring, Ulysses
 from mm.model.parallel.sharded_rows import ShardedRows
-from mm.model.qwen2_5_vl.arithmetic import mrope_cos_sin
 from mm.model.qwen2_5_vl.layers import LayerStack
+from mm.model.qwen2_5_vl.positions import mrope_cos_sin
 from mm.parallel.context import RowShards, Share
 from mm.parallel.zero.weight_shards import BucketSpec
 from mm.placement import StageSpec

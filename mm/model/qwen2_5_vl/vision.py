@@ -1,6 +1,6 @@
 """The parts of the ViT and the projector that a stage owns.
 
-Rows are patches in window order (see ``mm.model.qwen2_5_vl.arithmetic``) from the patch embedding to the projector,
+Rows are patches in window order (see ``mm.model.qwen2_5_vl.positions``) from the patch embedding to the projector,
 which puts the visual tokens back in reading order.
 """
 
@@ -25,8 +25,8 @@ from mm.model.layers.lora_linear import NO_KEYS, RowKeys
 from mm.model.layers.norm import Residual
 from mm.model.parallel.rows import Permutation
 from mm.model.parallel.sharded_rows import ShardedRows
-from mm.model.qwen2_5_vl.arithmetic import VisionPlan, plan_vision, vision_cos_sin
 from mm.model.qwen2_5_vl.layers import LayerStack
+from mm.model.qwen2_5_vl.positions import VisionPlan, plan_vision, vision_cos_sin
 from mm.parallel.context import RowShards
 from mm.parallel.zero.weight_shards import BucketSpec
 from mm.placement import StageSpec

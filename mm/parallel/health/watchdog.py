@@ -134,8 +134,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         self._phase = ""  # an error stays in its phase
         if self._journal is not None and (rest := self._phase_seconds["between"]):
-            self._set_limit(rest, f"rank {self._rendezvous.rank} has been between two phases for more than {rest:.0f} "
-                                  f"s; --phase-timeouts between=SECONDS sets this limit")
+            self._set_limit(rest, f"rank {self._rendezvous.rank} made no progress outside any phase for {rest:.0f} s; "
+                                  f"--phase-timeouts between=SECONDS sets this limit")
 
     def _set_limit(self, seconds: float, lateness: str) -> None:
         self._beating.lateness, self._beating.deadline = lateness, time.monotonic() + seconds

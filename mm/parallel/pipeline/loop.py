@@ -1,4 +1,4 @@
-"""The loop of a step: every pass of this stage in the order of ``mm.parallel.order``, with its messages."""
+"""The loop of a step: every pass of this stage in the order of ``mm.parallel.pipeline_schedule``, with its messages."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mm.batch import Microbatch, StepPlan, encoder_batches_of
 from mm.parallel.activity import Journal, Work
-from mm.parallel.order import ChunkPass, Step
 from mm.parallel.pipeline.p2p import PipelineCommunicator
+from mm.parallel.pipeline_schedule import ChunkPass, Step
 from mm.parallel.zero.gradient_shards import ShardedGradients
 
 

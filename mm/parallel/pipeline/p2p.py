@@ -19,7 +19,7 @@ from mm.config.model import ModelConfig
 from mm.parallel.activity import Journal, Work
 from mm.parallel.context import Context, row_shard
 from mm.parallel.mesh import Mesh
-from mm.parallel.order import Step, max_sent_ahead, stage_receives, stage_steps
+from mm.parallel.pipeline_schedule import Step, max_sent_ahead, stage_receives, stage_steps
 from mm.placement import Message
 from mm.weights.trained import GradientPath
 
@@ -124,8 +124,8 @@ def shard_shape(
 
 
 class PipelineCommunicator:
-    """The messages of one stage, when ``mm.parallel.order`` says; activations and gradients each have a group, which
-    runs its batches in order."""
+    """The messages of one stage, when ``mm.parallel.pipeline_schedule`` says.  Activations and gradients each have a
+    group, which runs its batches in order."""
 
     def __init__(
         self, mesh: Mesh, model: ModelConfig, parallel: TransformerConfig, device: torch.device, journal: Journal,

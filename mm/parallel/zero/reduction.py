@@ -14,9 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mm.parallel.activity import Work
+from mm.parallel.zero.bucket_schedule import Zero2Schedule, Zero3Schedule
 from mm.parallel.zero.gradient_buffers import forget_added, mark_stale, zero_stale
 from mm.parallel.zero.gradient_shards import ShardedGradients, shard_range
-from mm.parallel.zero.schedule import Zero2Schedule, Zero3Schedule
 
 _MIN_ELEMENTS = 1 << 20
 """Ranges of a buffer with at least this many elements are summed in place; smaller ones are first joined to one."""

@@ -24,8 +24,9 @@ from mm.parallel.mesh import Mesh
 from mm.run.optim.optimizer import MOMENTS, OwnedState, is_split, owned_states, restore_scaler, take_weights
 from mm.run.progress import BestSoFar, RecentSteps, TrainingProgress
 from mm.run.step import Setup
+from mm.weights.fuse import local_shape
 from mm.weights.shard import MemoryLayout, readers
-from mm.weights.table import Weight, local_shape
+from mm.weights.table import Weight
 from mm.weights.trained import saved_among
 
 

@@ -132,7 +132,7 @@ class _Piece:
         return replace(self, states=dict(zip(self.states, states, strict=True)))
 
     def numbers(self) -> Tensor:
-        """The weight in fp32: itself, its copy, or in new memory."""
+        """The fp32 weight: the master copy if one is kept, otherwise a new tensor."""
         if MASTER in self.states:
             return self.states[MASTER]
         return joined(self.weight, self.states[REMAINDER]) if REMAINDER in self.states else self.weight.float()

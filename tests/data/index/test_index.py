@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -40,6 +41,17 @@ def cached(write_dataset, tmp_path):
     return lambda *records, **changes: write_dataset(*records, **{"cache_dir": str(tmp_path / "cache"), **changes})
 
 
+def encoded_length(dataset, number, measure, model_config):
+    """The number of tokens of an encoded sample; all of its lengths in the index must be those of the encoding."""
+    totals = BatchTotals.of([measure.encoder.encode(dataset[number])], model_config.vision)
+    assert {name: int(values[number]) for name, values in vars(dataset.lengths).items()} == {
+        "num_tokens": totals.num_tokens, "num_target_tokens": totals.num_target_tokens,
+        "num_media": totals.num_images, "num_patches": totals.num_patches,
+        "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
+    }
+    return totals.num_tokens
+
+
 @pytest.mark.parametrize("changes", [{}, {"mask_history": True}, {"train_on_prompt": True},
                                      {"image_resize": "llamafactory"}, {"image_max_pixels": 60_000},
                                      {"packing": True}, {"truncation": "turns", "mask_history": True}])
@@ -52,16 +64,9 @@ def test_the_lengths_equal_the_encoders(cached, model_config, seq_length, change
     assert seq_length != 4096 or not (dataset.column("num_dropped_tokens").any() or dataset.num_too_long)
     whole = Dataset(data, measure=Measure.from_config(data, model_config, 4096)).lengths.num_tokens
     for number in range(len(dataset)):
-        microbatch = measure.encoder.encode(dataset[number])
-        totals = BatchTotals.of([microbatch], model_config.vision)
-        row = {name: int(values[number]) for name, values in vars(dataset.lengths).items()}
-        assert row == {
-            "num_tokens": totals.num_tokens, "num_target_tokens": totals.num_target_tokens,
-            "num_media": totals.num_images, "num_patches": totals.num_patches,
-            "num_image_pairs": totals.num_image_pairs, "num_window_pairs": totals.num_window_pairs,
-        }
         place = int(dataset[number].where.rpartition(" ")[2])
-        assert dataset.column("num_dropped_tokens")[number] == whole[place] - totals.num_tokens
+        num_tokens = encoded_length(dataset, number, measure, model_config)
+        assert dataset.column("num_dropped_tokens")[number] == whole[place] - num_tokens
     assert [str(values.dtype) for values in vars(dataset.lengths).values()] == ["int32"] * 4 + ["int64"] * 2
 
 
@@ -74,13 +79,7 @@ def test_the_lengths_of_a_video_equal_the_encoders(cached, model_config, tmp_pat
     data = replace(data, attr=replace(data.attr, videos="videos"))
     measure = Measure.from_config(data, model_config, 4096)
     for _ in range(2):  # the second time from the index
-        dataset = Dataset(data, measure=measure)
-        totals = BatchTotals.of([measure.encoder.encode(dataset[1])], model_config.vision)
-        lengths = dataset.lengths
-        assert (lengths.num_tokens[1], lengths.num_target_tokens[1]) == (totals.num_tokens, totals.num_target_tokens)
-        assert (lengths.num_media[1], lengths.num_patches[1]) == (totals.num_images, totals.num_patches)
-        assert (lengths.num_image_pairs[1], lengths.num_window_pairs[1]) == (
-            totals.num_image_pairs, totals.num_window_pairs)
+        assert encoded_length(Dataset(data, measure=measure), 1, measure, model_config)
 
 
 def test_several_processes_give_the_same_index_as_one(cached, model_config, monkeypatch, tmp_path):
@@ -134,10 +133,7 @@ def test_changed_inputs_create_a_new_index(cached, model_config, made, tmp_path,
     assert made == ["data.json"] and moved.skipped[0].message().startswith(f"{path}:")
     assert moved[0].where == f"{path}: record 0"
     vision = replace(model_config.vision, window_attn_size=56)
-    copy = tmp_path / "copy of hf"
-    copy.mkdir()
-    for file in hf_directory.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(hf_directory, tmp_path / "copy of hf")
     opened(replace(data, model_name_or_path=str(copy)))  # the same bytes elsewhere
     assert len(made) == 1
     config = json.loads((copy / "tokenizer.json").read_text())

@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -89,9 +90,7 @@ def mutated(draw, attr):
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory, media_directory) -> Path:
-    folder = tmp_path_factory.mktemp("mutated")
-    for name in ("wide.png", "tall.jpg"):
-        (folder / name).write_bytes((media_directory / name).read_bytes())
+    folder = shutil.copytree(media_directory, tmp_path_factory.mktemp("mutated"), dirs_exist_ok=True)
     write_clip(folder / "clip.mp4", even(30))
     return folder
 

@@ -78,16 +78,14 @@ def pixels(images: list[Image.Image], **settings):
 
 def same_pictures(encoded, values, grids) -> bool:
     return [list(grid) for grid in encoded.image_grids] == grids and (
-        encoded.pixel_values is None if values is None else
-        torch.equal(pixel_numbers(encoded), values))
+        encoded.pixel_values is None if values is None else torch.equal(pixel_numbers(encoded), values))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_with_the_peers_settings(made, tokenizer, model_config, name):
     sample, config, seq_length = made(name, image_resize="llamafactory")
     encoded = SampleEncoder.from_config(config, model_config, seq_length).encode(sample)
-    opened = [llama_factory.preprocessed(Image.open(one.path), *BOUNDS) for one in sample.media]
-    values, grids = pixels(opened)
+    values, grids = pixels([llama_factory.preprocessed(Image.open(one.path), *BOUNDS) for one in sample.media])
     pairs = llama_factory.encoded_pairs(tokenizer, sample.turns, [t * h * w // 4 for t, h, w in grids])
     ids, labels = llama_factory.sample(pairs, seq_length, **ROWS[name][2])
     assert encoded.token_ids.tolist() == ids

@@ -3,9 +3,7 @@ outputs only on ranks with the projector."""
 
 import json
 import math
-import operator
 from dataclasses import replace
-from functools import reduce
 
 import pytest
 import torch
@@ -15,15 +13,7 @@ from mm.config.model import ModelConfig
 from mm.data.loader.broadcast import deal_images
 from mm.data.sampler.cost import in_pipeline_order
 from tests.launch import run_ranks
-from tests.parallel.owner_worker import (
-    FAILING_STEP,
-    LAYOUTS,
-    STEPS,
-    Layout,
-    batches,
-    fingerprint,
-    torch_generator,
-)
+from tests.parallel.owner_worker import FAILING_STEP, LAYOUTS, STEPS, Layout, batches, fingerprint, torch_generator
 from tests.tiny import microbatch, our_config, random_sample
 
 RANKS = range(4)
@@ -41,7 +31,7 @@ def expected_totals(layout: Layout, step: int) -> dict[str, int]:
     """Each count summed over the replicas."""
     vision = layout.config.vision
     parts = [vars(BatchTotals.of(batches(dp)[step], vision)) for dp in range(layout.dp)]
-    return {name: reduce(operator.add, [part[name] for part in parts]) for name in parts[0]}
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def with_media_of(one: Microbatch, rank: int) -> Microbatch:
@@ -90,8 +80,8 @@ def test_images_that_are_encoded_together_are_dealt_together() -> None:
     assert dealt(config) == [(0,), (), (0,), (0,)]
     assert dealt(together) == [(0,), (), (0,), (1,)]
     some_cached = [*batch[:2], *(replace(one, feature_bytes=24) for one in batch[2:])]
-    both = replace(config, encoder_batch_microbatches=4)
-    assert [one.image_ranks for one in deal_images(some_cached, both, 2)] == [(0,), (), (0,), (1,)]
+    together = replace(config, encoder_batch_microbatches=4)
+    assert [one.image_ranks for one in deal_images(some_cached, together, 2)] == [(0,), (), (0,), (1,)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -103,13 +93,10 @@ def test_only_the_owner_reads_and_reads_each_step_once(received: list[dict], lay
         assert mine["num_asked"] == (len(STEPS) if is_first else None)
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("user's mistake", "AgreedError: data.json: sample 17 has no answer"),
-        ("broken picture", "AgreedError: rank 1: picture 17 cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("case", "expected"), [
+    ("user's mistake", "AgreedError: data.json: sample 17 has no answer"),
+    ("broken picture", "AgreedError: rank 1: picture 17 cannot be read"),
+])
 def test_an_unreadable_sample_raises_the_same_error_on_every_rank(received, case: str, expected: str) -> None:
     """After the complete steps; on the ranks of the other replica too."""
     for rank in RANKS:

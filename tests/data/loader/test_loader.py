@@ -29,20 +29,11 @@ def make_loader(write_dataset, model_config):
     """Builds loaders with defaults, and closes them."""
     loaders, usual = [], write_dataset()
 
-    def make(records=None, **changes):
+    def make(records=None, encoder=None, skips_bad=False, num_workers=0, **changes):
         data = usual if records is None else write_dataset(records)
-        values = {
-            "micro_batch_size": 2,
-            "global_batch_size": 8,
-            "dp_rank": 0,
-            "dp_size": 2,
-            "seed": 5,
-            "shuffle": True,
-        }
-        encoder = changes.pop("encoder", None) or SampleEncoder.from_config(data, model_config, 4096)
-        skips_bad = changes.pop("skips_bad", False)
-        num_workers, dataset = changes.pop("num_workers", 0), Dataset(data)
-        steps = map(plain_order(len(dataset), **{**values, **changes}).step, count())
+        dataset, encoder = Dataset(data), encoder or SampleEncoder.from_config(data, model_config, 4096)
+        order = {"micro_batch_size": 2, "global_batch_size": 8, "dp_rank": 0, "dp_size": 2, "seed": 5, "shuffle": True}
+        steps = map(plain_order(len(dataset), **order | changes).step, count())
         loaders.append(StepLoader(dataset, encoder, steps, num_workers, skips_bad=skips_bad))
         return loaders[-1]
 
@@ -57,8 +48,7 @@ def take(loader, num_steps):
 
 def assert_same(found, expected):
     assert [len(step) for step in found] == [len(step) for step in expected]
-    pairs = zip(chain(*found), chain(*expected), strict=True)
-    for one, other in pairs:
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
         for name in ("token_ids", "labels", "positions"):
             assert torch.equal(getattr(one, name), getattr(other, name))
         assert one.segment_lengths == other.segment_lengths
@@ -73,18 +63,14 @@ def test_steps_hold_the_samplers_samples(make_loader, write_dataset, model_confi
     stream = shuffled(len(dataset), 5).samples(0, 24).tolist()
     for dp_rank in range(2):
         steps = take(make_loader(dp_rank=dp_rank), 3)
-        expected = []
-        for step in range(3):
-            starts = [step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)]
-            pairs = [[stream[start + i] for i in range(2)] for start in starts]
-            expected.append([Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in pairs])
-        assert_same(steps, expected)
+        starts = [[step * 8 + microbatch * 4 + dp_rank * 2 for microbatch in range(2)] for step in range(3)]
+        pairs = [[stream[start : start + 2] for start in some] for some in starts]
+        assert_same(steps, [[Microbatch.join(encoder.encode(dataset[index]) for index in pair) for pair in some]
+                            for some in pairs])
         in_batch = [one.samples for step in steps for one in step]
         by_length = [encoder.encode(dataset[index]).num_tokens for samples in in_batch for index in samples]
         assert by_length == [length for step in steps for one in step for length in one.segment_lengths]
-        assert [sorted(samples) for samples in in_batch] == [
-            sorted(stream[step * 8 + microbatch * 4 + dp_rank * 2 + i] for i in range(2))
-            for step in range(3) for microbatch in range(2)]
+        assert [sorted(samples) for samples in in_batch] == [sorted(pair) for some in pairs for pair in some]
 
 
 def test_resume_continues_where_the_run_stopped(make_loader):
@@ -95,13 +81,6 @@ def test_resume_continues_where_the_run_stopped(make_loader):
     assert not torch.equal(before[0][0].token_ids, after[0][0].token_ids)
 
 
-def assert_end(pids):
-    deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))
-
-
 def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     random_state = torch.get_rng_state()
     loader = make_loader(num_workers=2)
@@ -110,7 +89,10 @@ def test_workers_keep_the_trainers_random_state_and_end_on_close(make_loader):
     pids = [worker.process.pid for worker in loader._microbatches._workers._workers]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
     loader.close()
-    assert_end(pids)
+    deadline = time.monotonic() + 20
+    while (left := [*filter(psutil.pid_exists, pids)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
     with pytest.raises(StopIteration):
         next(loader)
 

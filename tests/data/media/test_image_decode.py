@@ -2,7 +2,6 @@
 
 import warnings
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +11,15 @@ from mm.data.media.image_decode import image_size, load_image, load_pixels
 from mm.errors import UserError
 from tests.data.oracle import photo
 
-WRITTEN = {
-    # suffix: mode, and the options that Pillow writes it with
-    "avif": ("RGB", {}), "bmp": ("RGB", {}), "dds": ("RGB", {}), "dib": ("RGB", {}), "gif": ("P", {}),
-    "icns": ("RGB", {}), "jpg": ("RGB", {}), "jp2": ("RGB", {}), "mpo": ("RGB", {}),
-    "msp": ("1", {}), "pcx": ("RGB", {}), "png": ("RGB", {}), "ppm": ("RGB", {}), "qoi": ("RGB", {}),
-    "sgi": ("RGB", {}),
-    "tga": ("RGB", {}), "tiff": ("RGB", {}), "webp": ("RGB", {}), "xbm": ("1", {}),
-}  # fmt: skip
+RGB = ("avif", "bmp", "dds", "dib", "icns", "jpg", "jp2", "mpo", "pcx", "png", "ppm", "qoi", "sgi", "tga", "tiff",
+       "webp")
+MODES = {**dict.fromkeys(RGB, "RGB"), "gif": "P", "msp": "1", "xbm": "1"}
 
 
-@pytest.mark.parametrize("suffix", WRITTEN)
+@pytest.mark.parametrize("suffix", MODES)
 def test_every_format_that_pillow_writes_is_read(tmp_path, suffix):
-    path, (mode, options) = tmp_path / f"photo.{suffix}", WRITTEN[suffix]
-    photo(64, 64, mode=mode).save(path, **options)
+    path = tmp_path / f"photo.{suffix}"
+    photo(64, 64, mode=MODES[suffix]).save(path)
     with Image.open(path) as image:
         expected = np.asarray(image.convert("RGB"))
     assert np.array_equal(np.asarray(load_image(str(path))), expected)
@@ -68,23 +62,16 @@ def test_pixels_are_turned_as_images_are(tmp_path, suffix, orientation):
     assert image_size(path, is_upright=False) == (90, 40)
 
 
-def write_huge_png(path: Path) -> None:
-    """A header that claims 10000 x 10000 pixels, without data."""
-    photo(4, 4).save(path)
-    data = bytearray(path.read_bytes())
-    data[16:24] = (10_000).to_bytes(4, "big") * 2
-    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
-    path.write_bytes(bytes(data))
-
-
-
-
 @pytest.mark.parametrize("load", [load_image, load_pixels])
 def test_unusable_files_are_refused_by_name(tmp_path, load):
     for name in ("short.jpg", "short.png"):
         photo(300, 300).save(tmp_path / name, quality=95)
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:3000])
-    write_huge_png(tmp_path / "huge.png")
+    photo(4, 4).save(tmp_path / "huge.png")
+    data = bytearray((tmp_path / "huge.png").read_bytes())
+    data[16:24] = (10_000).to_bytes(4, "big") * 2  # the size that its header claims
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    (tmp_path / "huge.png").write_bytes(data)
     photo(8, 8).save(tmp_path / "script.eps")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE HTML><title>not found</title>")
     (tmp_path / "phone.jpg").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
@@ -120,8 +107,7 @@ def test_a_truncated_picture_is_reported_as_truncated(tmp_path, kind, share):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(
-                UserError, match=rf"short.{kind}: .*(damaged or truncated|is not an image)"):
+        with pytest.raises(UserError, match=rf"short.{kind}: .*(damaged or truncated|is not an image)"):
             load_image(str(path))
 
 

@@ -24,7 +24,7 @@ from mm.data.records.formats import read_sample
 from mm.data.records.roots import MediaRoots
 from mm.data.sample import Sample, Turn, Video
 from mm.errors import UserError
-from tests.data.clips import all_frames, damage_frame, even, patches, read, write_clip
+from tests.data.clips import all_frames, changed_frames, damage_frame, even, kind_of_clip, patches, read, write_clip
 from tests.data.oracle import data_config, photo
 
 
@@ -51,11 +51,8 @@ def test_damage_lasts_until_the_next_key_frame(tmp_path):
 def test_checksums_of_pictures_in_the_stream_are_compared(tmp_path):
     path = noisy(tmp_path / "sums.mp4", codec="libx265", options={"x265-params": "log-level=none:hash=1"})
     read(path)
-    with av.open(str(path)) as container:
-        entry = container.streams.video[0].index_entries[10]
-    raw = bytearray(path.read_bytes())
-    raw[entry.pos + entry.size // 2] ^= 4
-    path.write_bytes(raw)
+    with changed_frames(path) as frames:
+        frames[10][len(frames[10]) // 2] ^= 4
     with pytest.raises(UserError, match=r"sums.mp4: the frame at 0.\d\d s is damaged \(Invalid data"):
         read(path)
 
@@ -80,8 +77,7 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
     """Open groups of pictures, hidden frames, gradual refresh; and none is searched from the beginning."""
-    settings = GOOD[name]
-    path = str(write_clip(tmp_path / name, range(40) if "time_base" in settings else even(40), **settings))
+    path = str(kind_of_clip(tmp_path / name, **GOOD[name]))
     frames, times = all_frames(path)
     header = read_header(path, True)
     assert [time * header.time_base for time in header.times.tolist()] == times
@@ -94,8 +90,7 @@ def test_good_files_of_every_structure_are_read_from_any_frame(tmp_path, name):
 @pytest.mark.parametrize("name", ["old.ts", "open.ts", "open.mp4", "open-hevc.mkv"])
 def test_only_the_frames_that_a_wanted_one_needs_are_decoded(tmp_path, monkeypatch, name):
     """At most two groups of pictures of eight frames, and the frames until the decoder outputs the wanted one."""
-    settings, decoded = GOOD[name], []
-    path = str(write_clip(tmp_path / name, range(160) if "time_base" in settings else even(160), **settings))
+    path, decoded = str(kind_of_clip(tmp_path / name, 160, **GOOD[name])), []
     frames_of = video_decode._Search._decoded
     monkeypatch.setattr(video_decode._Search, "_decoded",
                         lambda self: (decoded.append(one[0].pts) or one for one in frames_of(self)))
@@ -136,11 +131,8 @@ def test_the_part_selected_by_an_edit_list_is_read(tmp_path):
 def test_decord_alone_decodes_what_it_is_asked_for(tmp_path):
     """PyAV, which would refuse the damaged frame, does not decode it too."""
     path = noisy(tmp_path / "damaged.mp4")
-    with av.open(str(path)) as container:
-        entry = container.streams.video[0].index_entries[33]
-    raw = bytearray(path.read_bytes())
-    raw[entry.pos + 200 : entry.pos + 300] = bytes(range(100))
-    path.write_bytes(raw)
+    with changed_frames(path) as frames:
+        frames[33][200:300] = bytes(range(100))
     assert len(read(path, backend="decord")) == 60
 
 
@@ -233,18 +225,18 @@ def test_frames_of_different_sizes_and_missing_frames_are_reported(folder, encod
     with pytest.raises(UserError, match=r"9.png: cannot be read: No such file"):
         encoder.planned(Video((first, absent)))
     with pytest.raises(UserError, match=r"video \['0.png', 7\]|expected the paths of its frames"):
-        read_sample({"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "A"}],
-                     "videos": [["0.png", 7]]}, Attributes(), MediaRoots(str(folder)), "by hand:0")
+        read_sample({"messages": [{"role": "user", "content": "<video>?"}, ANSWER], "videos": [["0.png", 7]]},
+                    Attributes(), MediaRoots(str(folder)), "by hand:0")
+
+
+FRAMES, ANSWER = ["0.png", "1.png"], {"role": "assistant", "content": "A digit."}
 
 
 @pytest.mark.parametrize("record", [
-    {"messages": [{"role": "user", "content": [{"type": "video", "video": ["0.png", "1.png"], "sample_fps": 1}]},
-                  {"role": "assistant", "content": "A digit."}]},
-    {"messages": [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "A digit."}],
-     "videos": [["0.png", "1.png"]]},
-    {"conversations": [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "A digit."}],
-     "video": [["0.png", "1.png"]]},
-])  # fmt: skip
+    {"messages": [{"role": "user", "content": [{"type": "video", "video": FRAMES, "sample_fps": 1}]}, ANSWER]},
+    {"messages": [{"role": "user", "content": "<video>"}, ANSWER], "videos": [FRAMES]},
+    {"conversations": [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "A."}], "video": [FRAMES]},
+])
 def test_every_format_can_list_frames(folder, record):
     sample = read_sample(record, Attributes(), MediaRoots(str(folder)), "by hand:0")
     (video,) = sample.media
@@ -252,8 +244,8 @@ def test_every_format_can_list_frames(folder, record):
 
 
 def test_listed_frames_and_animations_pass_through_index_and_quarantine(folder, hf_directory, model_config, tmp_path):
-    records = [{"messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "A digit."}],
-                "videos": [video]} for video in (["0.png", "1.png"], "moving.gif", ["0.png", "other.png"], "0.png")]
+    records = [{"messages": [{"role": "user", "content": "<video>What?"}, ANSWER], "videos": [video]}
+               for video in (FRAMES, "moving.gif", ["0.png", "other.png"], "0.png")]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(records))
     data = data_config(hf_directory, folder, path, cache_dir=str(tmp_path / "index"))

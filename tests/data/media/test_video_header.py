@@ -14,7 +14,7 @@ from mm.data.media import video_decode, video_header
 from mm.data.media.video_header import read_header
 from mm.data.media.video_patches import Clock, wanted_frames
 from mm.errors import UserError
-from tests.data.clips import all_frames, even, read, write_clip
+from tests.data.clips import all_frames, changed_frames, even, kind_of_clip, read, write_clip
 
 KINDS = {
     "clip.mp4": {}, "all-keys.mp4": {"gop": 1}, "one-key.mp4": {"gop": 1000}, "clip.mkv": {}, "clip.ts": {},
@@ -29,9 +29,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_any_frames_of_any_kind_of_file_are_those_of_reading_it_from_the_beginning(tmp_path, name):
-    settings = {**KINDS[name]}
-    frames_of = range(40) if "time_base" in settings else even(40)
-    path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
+    path = kind_of_clip(tmp_path / name, **KINDS[name])
     frames, times = all_frames(path)
     header = read_header(str(path), True)
     assert [time * header.time_base for time in header.times.tolist()] == times
@@ -62,13 +60,9 @@ def test_a_few_frames_of_a_long_video_are_found_by_its_key_frames(tmp_path):
     assert float(Clock.of(header, None, None).seconds) == 4 * 3600
     assert len(header.key_times) >= 300
     whole = read(path, [0, 900, 1799])
-    with av.open(str(path)) as container:
-        entries = list(container.streams.video[0].index_entries)
-    broken = entries[100:800]
-    raw = bytearray(path.read_bytes())
-    for entry in broken:
-        raw[entry.pos + 5 : entry.pos + entry.size] = bytes(entry.size - 5)
-    path.write_bytes(raw)
+    with changed_frames(path) as frames:
+        for frame in frames[100:800]:
+            frame[5:] = bytes(len(frame) - 5)
     assert all(map(np.array_equal, read(path, [0, 900, 1799]), whole))
 
 
@@ -101,20 +95,12 @@ def cut(path, share):
     return path
 
 
-def noisy(path, **settings):
-    """A clip with enough bytes to be damaged."""
-    return write_clip(path, even(60), size=(160, 128), **settings)
-
-
 @pytest.mark.parametrize(("name", "settings"), [
-    ("short.mp4", {"options": {"movflags": "faststart"}}),
-    ("short.mkv", {}), ("short.webm", {"codec": "libvpx-vp9"}), ("short.avi", {"codec": "mpeg4"}),
+    ("short.mp4", {"options": {"movflags": "faststart"}}), ("short.mkv", {}), ("short.webm", {"codec": "libvpx-vp9"}),
+    ("short.avi", {"codec": "mpeg4", "ticks": range(60), "time_base": Fraction(1, 30)}),
 ])  # fmt: skip
 def test_a_truncated_file_is_refused(tmp_path, name, settings):
-    if name == "short.avi":
-        path = write_clip(tmp_path / name, range(60), time_base=Fraction(1, 30), **settings)
-    else:
-        path = write_clip(tmp_path / name, even(60, 10), **settings)
+    path = kind_of_clip(tmp_path / name, **{"ticks": even(60, 10), **settings})
     read(path)
     cut(path, 0.5)
     with pytest.raises(UserError, match=f"{name}: .*truncated"):
@@ -153,10 +139,8 @@ def test_a_file_whose_rate_is_wrong_is_read_by_its_times(tmp_path):
 
 # Backends
 
-
 NOT_ALL = ("clip.ts", "late.mp4", "fragments.mp4")
 """Files that decord or torchcodec refuses, or gives other times."""
-
 
 no_decord = pytest.mark.skipif(platform.machine() != "x86_64", reason="decord has a wheel for x86_64 only")
 no_torchcodec = pytest.mark.skipif(
@@ -164,17 +148,11 @@ no_torchcodec = pytest.mark.skipif(
     reason="torchcodec needs FFmpeg's libraries of the system and torch's CUDA build: pip install torchcodec")
 
 
-@pytest.fixture(scope="module", params=[
+@pytest.mark.parametrize("other", [
     pytest.param("decord", marks=no_decord), pytest.param("torchcodec", marks=no_torchcodec)])
-def other(request):
-    return request.param
-
-
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in NOT_ALL])
 def test_every_backend_gives_the_frames_of_pyav(other, tmp_path, name):
-    settings = {**KINDS[name]}
-    frames_of = range(40) if "time_base" in settings else even(40)
-    path = write_clip(tmp_path / name, settings.pop("ticks", frames_of), **settings)
+    path = kind_of_clip(tmp_path / name, **KINDS[name])
     last = len(all_frames(path)[0]) - 1
     for numbers in (range(last + 1), [1, last // 2, last]):
         assert all(map(np.array_equal, read(path, numbers, backend=other), read(path, numbers)))

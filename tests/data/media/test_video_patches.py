@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -22,16 +23,8 @@ from mm.data.media.video_patches import Clock, FrameRule, llama_factory_frames, 
 from mm.data.sample import Image, Sample, Turn, Video
 from mm.errors import UserError
 from tests import llama_factory
-from tests.data.clips import (
-    VFR,
-    all_frames,
-    even,
-    llama_factory_numbers,
-    patches,
-    qwen_numbers,
-    write_clip,
-)
-from tests.data.oracle import PREPROCESSOR, pixel_numbers
+from tests.data.clips import VFR, all_frames, even, llama_factory_numbers, patches, qwen_numbers, write_clip
+from tests.data.oracle import PREPROCESSOR, data_config, pixel_numbers
 
 RATES = (Fraction(30), Fraction(25), Fraction(30000, 1001), Fraction(24000, 1001), Fraction(10), Fraction(1, 2))
 
@@ -240,9 +233,7 @@ def expected_video(one, clips):
 
 
 @pytest.fixture(scope="module")
-def encoder_of(hf_directory, media_directory, model_config, tmp_path_factory):
-    from tests.data.oracle import data_config
-
+def encoder_of(hf_directory, media_directory, model_config):
     def build(**changes):
         data = data_config(hf_directory, media_directory, "unused", video_max_pixels=MAX_PIXELS, **changes)
         return SampleEncoder.from_config(data, model_config, 4096)
@@ -325,8 +316,6 @@ def hf_positions(reference, model_config, token_ids, grids, seconds):
 @pytest.mark.parametrize("name", ["plain.mp4", "odd.mp4", "large.mp4", "one.mp4"])
 def test_llama_factorys_rule(name, clips, encoder_of):
     """It counts frames, resizes them with Pillow to its own bounds, and repeats the last one of an odd number."""
-    import av
-
     encoder = encoder_of(image_resize="llamafactory", video_min_pixels=2000, video_maxlen=5, video_fps=3.0)
     with av.open(str(clips / name)) as container:
         stream = container.streams.video[0]
@@ -369,12 +358,12 @@ def test_pixels_equal_transformers_video_processor(clips, encoder, tmp_path):
         assert torch.equal(numbers_of(encoder.videos, plan), expected["pixels"])
 
 
-def test_contradicting_settings_are_refused(clips, encoder_of, encoder):
-    with pytest.raises(UserError, match=r"plain.mp4: the pixel bounds of its frames contradict each other: at most 4"):
-        encoder.videos.plan(Video(str(clips / "plain.mp4"), min_pixels=5000, max_pixels=4000))
-    with pytest.raises(UserError, match=r"plain.mp4: nframes = 100, but the video has 75 frames; ask for 75 at most"):
-        encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=100))
-    with pytest.raises(UserError, match=r"plain.mp4: it has both fps and nframes"):
-        encoder.videos.plan(Video(str(clips / "plain.mp4"), nframes=2, fps=2.0))
-    with pytest.raises(UserError, match=r"plain.mp4: no frame starts between video_start = 9 and video_end = its end"):
-        encoder.videos.plan(Video(str(clips / "plain.mp4"), video_start=9.0))
+@pytest.mark.parametrize(("settings", "what"), [
+    ({"min_pixels": 5000, "max_pixels": 4000}, "the pixel bounds of its frames contradict each other: at most 4"),
+    ({"nframes": 100}, "nframes = 100, but the video has 75 frames; ask for 75 at most"),
+    ({"nframes": 2, "fps": 2.0}, "it has both fps and nframes"),
+    ({"video_start": 9.0}, "no frame starts between video_start = 9 and video_end = its end"),
+])
+def test_contradicting_settings_are_refused(clips, encoder, settings, what):
+    with pytest.raises(UserError, match=f"plain.mp4: {what}"):
+        encoder.videos.plan(Video(str(clips / "plain.mp4"), **settings))

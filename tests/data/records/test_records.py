@@ -7,9 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow
 import pyarrow as arrow
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -21,10 +19,10 @@ from mm.data.index.dataset import Dataset
 from mm.data.index.index import Measure
 from mm.data.loader.feature_cache import _content
 from mm.data.records import records
-from mm.data.records import records as reading
 from mm.data.records.records import open_records
 from mm.errors import UserError
 from mm.generation.prompts import read_prompts
+from tests.config.test_parse import JSON_VALUES
 from tests.data.oracle import data_config, photo
 
 RECORDS = [{"name": "one", "count": 1}, {"name": "zwölf", "count": 12}, {"name": "three", "count": 3}]
@@ -39,7 +37,7 @@ def write_lines(path: Path) -> None:
 
 
 def write_parquet(path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path, row_group_size=2)
+    parquet.write_table(arrow.Table.from_pylist(RECORDS), path, row_group_size=2)
 
 
 LINES: dict[Callable[[Path], None], list[int]] = {
@@ -78,11 +76,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             open_records(str(tmp_path / name))
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]))
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8)
 spaces = st.text(" \t\r\n", max_size=4)
 
 
@@ -98,7 +91,7 @@ def block_bytes(request, monkeypatch):
     monkeypatch.setattr(records, "BLOCK_BYTES", request.param)
 
 
-@given(some=st.lists(values, min_size=1, max_size=6), escaped=st.booleans(), data=st.data())
+@given(some=st.lists(JSON_VALUES, min_size=1, max_size=6), escaped=st.booleans(), data=st.data())
 @pytest.mark.parametrize("is_list", [True, False])
 def test_records_are_found_with_their_lines(is_list, some, escaped, data):
     written = [json.dumps(record, ensure_ascii=escaped).encode() for record in some]
@@ -110,7 +103,7 @@ def test_records_are_found_with_their_lines(is_list, some, escaped, data):
     assert found_in(content + b"]" * is_list + data.draw(spaces).encode(), is_list) == expected
 
 
-@given(st.lists(values, min_size=1, max_size=3), st.data())
+@given(st.lists(JSON_VALUES, min_size=1, max_size=3), st.data())
 def test_a_list_truncated_anywhere_is_detected(some, data):
     content = json.dumps(some).encode()
     with pytest.raises(UserError, match=":1: record"):
@@ -153,29 +146,21 @@ def write(path: Path, rows: list[dict], column: str, kind: arrow.DataType) -> Pa
     return path
 
 
-@pytest.fixture
-def many(tmp_path: Path) -> Path:
-    """Ten rows with no, one and two pictures in groups of four; one names a file instead."""
-    (tmp_path / "beside.png").write_bytes(png(99))
-    rows = []
+def test_lists_of_embedded_pictures_equal_files(tmp_path, hf_directory, model_config):
+    """Ten rows with no, one and two pictures in groups of four, one of which names a file instead.
+
+    Equal grids and patches, read in any order, and again from the index.
+    """
+    rows, expected = [], []
     for number in range(10):
-        images = [{"bytes": png(10 * number + at, 60 + 28 * at), "path": f"{number}_{at}.png"}
-                  for at in range(number % 3)]
+        pictures = {f"{number}_{at}.png": png(10 * number + at, 60 + 28 * at) for at in range(number % 3)}
+        for name, content in pictures.items():
+            (tmp_path / name).write_bytes(content)
+        expected.append({"messages": messages(len(pictures)), "images": [*pictures]})
+        images = [{"bytes": None, "path": name} if number == 4 else {"bytes": content, "path": f"inside_{name}"}
+                  for name, content in pictures.items()]
         rows.append({"id": f"n{number}", "images": images, "messages": messages(len(images))})
-    rows[4]["images"] = [{"bytes": None, "path": "beside.png"}]
-    return write(tmp_path / "many.parquet", rows, "images", arrow.list_(IMAGE))
-
-
-def test_lists_of_embedded_pictures_equal_files(many, tmp_path, hf_directory, model_config):
-    """Equal grids and patches, read in any order, and again from the index."""
-    expected = []
-    for number in range(10):
-        paths = []
-        for at in range(number % 3):
-            path = tmp_path / f"own_{number}_{at}.png"
-            path.write_bytes(png(10 * number + at, 60 + 28 * at) if number != 4 else png(99))
-            paths.append(path.name)
-        expected.append({"messages": messages(len(paths)), "images": paths})
+    many = write(tmp_path / "many.parquet", rows, "images", arrow.list_(IMAGE))
     (tmp_path / "files.json").write_text(json.dumps(expected))
     found, files = (data_config(hf_directory, tmp_path, tmp_path / name, preprocessing_num_workers=1,
                                 cache_dir=str(tmp_path / "cache")) for name in ("many.parquet", "files.json"))
@@ -232,7 +217,7 @@ def test_bad_pictures_large_groups_and_videos_are_reported(tmp_path, hf_director
     rows = [{"id": f"n{number}", "image": {"bytes": content, "path": "cat.png"}, "messages": messages(1)}
             for number, content in enumerate([png(0), b"no picture", png(2)])]
     path = write(tmp_path / "bad.parquet", rows, "image", IMAGE)
-    monkeypatch.setattr(reading, "_MAX_GROUP_BYTES", 100)
+    monkeypatch.setattr(records, "_MAX_GROUP_BYTES", 100)
     data = data_config(hf_directory, tmp_path, path)
     dataset = Dataset(data, True, Measure.from_config(data, model_config, 512))
     (bad,) = dataset.skipped

@@ -21,18 +21,23 @@ def members(groups):
     return sorted(one for group in groups for one in group)
 
 
+def check_packs(packs, drawn, num_patches):
+    """Each sample of ``drawn``, which end with tokens and patches, is in one pack, and no pack is over budget."""
+    assert members(packs) == list(range(len(drawn)))
+    for pack in packs:
+        assert 0 < sum(drawn[one][-2] for one in pack) <= TOKENS
+        with_pictures = [drawn[one][-1] for one in pack if drawn[one][-1]]
+        assert num_patches is None or len(with_pictures) <= 1 or sum(with_pictures) <= num_patches
+
+
 @given(samples, st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 100)), st.integers(1, 9))
 def test_packs_hold_each_sample_once_within_both_budgets(drawn, num_ranks, unit, num_patches, wanted):
     drawn = drawn * (num_ranks * unit if len(drawn) < num_ranks or unit > 1 else 1)
     sizes = sizes_of(drawn)
     packs = even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit, wanted)
     assert len(packs) >= num_ranks * min(wanted, len(drawn) // (num_ranks * unit) * unit)
-    assert members(packs) == list(range(len(drawn)))
     assert len(packs) % (num_ranks * unit) == 0 or (unit == 1 and len(packs) == len(drawn))
-    for pack in packs:
-        assert 0 < sizes.num_tokens[pack].sum() <= TOKENS
-        with_pictures = [drawn[one][2] for one in pack if drawn[one][2]]
-        assert num_patches is None or len(with_pictures) <= 1 or sum(with_pictures) <= num_patches
+    check_packs(packs, drawn, num_patches)
     assert even_packs(sizes, Budget(TOKENS, num_patches), num_ranks, unit, wanted) == packs
 
 
@@ -97,35 +102,30 @@ def test_the_swap_that_halves_the_gap_is_chosen():
     assert found == [[[2], [1]], [[0], [3]]]
 
 
-BUDGET = 64
 patches = st.one_of(st.just(0), st.integers(1, 50))
-drawn_samples = st.lists(st.tuples(st.integers(1, BUDGET), patches), min_size=1, max_size=80)
+drawn_samples = st.lists(st.tuples(st.integers(1, TOKENS), patches), min_size=1, max_size=80)
 
 
 def pack(drawn, num_patches=None):
     tokens, patches = (np.array(one) for one in zip(*drawn, strict=True))
-    return fullest_packs(tokens, patches, Budget(BUDGET, num_patches))
+    return fullest_packs(tokens, patches, Budget(TOKENS, num_patches))
 
 
 @given(drawn_samples, st.one_of(st.none(), st.integers(1, 100)))
 def test_each_sample_is_in_one_pack_and_no_pack_is_over_budget(drawn, num_patches):
     packs = pack(drawn, num_patches)
-    assert sorted(one for members in packs for one in members) == list(range(len(drawn)))
-    for members in packs:
-        assert 0 < sum(drawn[one][0] for one in members) <= BUDGET
-        with_pictures = [drawn[one][1] for one in members if drawn[one][1]]
-        assert num_patches is None or len(with_pictures) <= 1 or sum(with_pictures) <= num_patches
+    check_packs(packs, drawn, num_patches)
     assert pack(drawn, num_patches) == packs
 
 
 @given(drawn_samples)
 def test_packs_are_few(drawn):
     """Best fit decreasing needs at most 11 / 9 of the minimum and 4 / 3 more (Johnson 1973)."""
-    least = math.ceil(sum(tokens for tokens, _ in drawn) / BUDGET)
-    least = max(least, sum(tokens > BUDGET / 2 for tokens, _ in drawn))
+    least = math.ceil(sum(tokens for tokens, _ in drawn) / TOKENS)
+    least = max(least, sum(tokens > TOKENS / 2 for tokens, _ in drawn))
     assert len(pack(drawn)) <= 11 / 9 * least * 1.5 + 4 / 3  # the bound is for the optimum; ``least`` is lower
     open_packs = [sum(drawn[one][0] for one in members) for members in pack(drawn)]
-    assert sum(2 * total <= BUDGET for total in open_packs) <= 1  # two half empty ones would have been one
+    assert sum(2 * total <= TOKENS for total in open_packs) <= 1  # two half empty ones would have been one
 
 
 def test_a_sample_with_more_patches_than_the_budget_shares_its_pack_with_text_only():

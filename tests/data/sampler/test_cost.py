@@ -13,7 +13,7 @@ from mm.config.model import ModelConfig
 from mm.data.sample import Lengths
 from mm.data.sampler.cost import SampleSizes, in_pipeline_order, pipeline_order
 from mm.model.flops import training_flops
-from mm.parallel.order import SlotCost, step_cost
+from mm.parallel.pipeline_schedule import SlotCost, step_cost
 from tests.tiny import microbatch, our_config, random_sample
 
 SMALL = our_config(((4,),), ((4,),))

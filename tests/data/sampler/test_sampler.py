@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm.config.data import PriorityMode
-from mm.config.data import SamplerType as SamplerType
+from mm.config.data import PriorityMode, SamplerType
 from mm.config.run import Run, load_run
 from mm.data.sample import Lengths
 from mm.data.sampler.cost import SampleSizes
@@ -34,7 +33,7 @@ from tests.data.oracle import plain_order
 from tests.tiny import our_config
 
 sizes = st.integers(1, 60)
-seeds = st.integers(0, 2**31)
+seeds = st.integers(0, 2**63 - 1)
 
 
 def stream(num_samples, seed, first, count, shuffle=True):
@@ -72,12 +71,8 @@ def test_the_order_of_a_seed_is_that_of_earlier_versions():
 
 def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batch_size, consumed_samples=0):
     """Indices of all ranks, microbatch by microbatch."""
-    steps = [
-        plain_order(
-            num_samples, seed, True, global_batch_size, micro_batch_size, dp_rank, dp_size, consumed_samples
-        ).step(step)
-        for dp_rank in range(dp_size)
-    ]
+    steps = [plain_order(num_samples, seed, True, global_batch_size, micro_batch_size, dp_rank, dp_size,
+                         consumed_samples).step(step) for dp_rank in range(dp_size)]
     assert {len(one) for one in steps} == {global_batch_size // (micro_batch_size * dp_size)}
     return [index for turn in zip(*steps, strict=True) for indices in turn for index in indices]
 
@@ -85,12 +80,8 @@ def global_batch(step, dp_size, micro_batch_size, num_samples, seed, global_batc
 @pytest.mark.parametrize("global_batch_size", [4, 8])
 def test_resume_with_another_global_batch_size_skips_and_repeats_nothing(global_batch_size):
     before = [index for step in range(2) for index in global_batch(step, 1, 1, 28, 3, 6)]
-    num_steps = (28 - len(before)) // global_batch_size
-    after = [
-        index
-        for step in range(num_steps)
-        for index in global_batch(step, 2, 2, 28, 3, global_batch_size, consumed_samples=len(before))
-    ]
+    after = [index for step in range((28 - len(before)) // global_batch_size)
+             for index in global_batch(step, 2, 2, 28, 3, global_batch_size, consumed_samples=len(before))]
     assert sorted(before + after) == list(range(28))
 
 
@@ -281,13 +272,12 @@ def test_reordering_makes_costly_microbatches_coincide(run_of):
 
 def test_buckets_follow_one_another_in_runs():
     costs = np.random.default_rng(0).permutation(4100)
-    for epoch in range(2):
-        order = bucket_stream(costs, 7, True).samples(epoch * 4100, 4100)
+    first, second = (bucket_stream(costs, 7, True).samples(epoch * 4100, 4100) for epoch in range(2))
+    for order in (first, second):
         assert sorted(order.tolist()) == list(range(4100))
         rank = np.argsort(np.argsort(costs))[order] * NUM_BUCKETS // 4100
         changes = np.count_nonzero(np.diff(rank))
         assert changes < 4100 // BLOCK_SAMPLES + 4100 % BLOCK_SAMPLES + NUM_BUCKETS * BLOCK_SAMPLES // 2
-    first, second = (bucket_stream(costs, 7, True).samples(epoch * 4100, 4100) for epoch in range(2))
     assert (first != second).any()
 
 

@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 
 from mm.device.attention import Segments
 from mm.device.cpu import cpu_attention
-from mm.model.layers.attention import KeyValueCache, Places, attend_to_kept
+from mm.device.device import Device
+
+Device.pick("cpu")  # before megatron is imported
+
+from mm.model.layers.attention import KeyValueCache, Places, attend_to_kept  # noqa: E402
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 CPU = torch.device("cpu")

@@ -217,7 +217,6 @@ def test_a_rank_that_waits_for_the_store_of_rank_0_ends_by_a_signal() -> None:
             process.kill()
 
 
-
 @pytest.mark.parametrize(("ranks", "text"), [
     ([3], "rank 3"), ([0, 1], "ranks 0 to 1"), ([1, 3, 4, 5, 8], "ranks 1, 3 to 5, 8")])
 def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:

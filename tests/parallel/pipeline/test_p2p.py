@@ -295,7 +295,7 @@ def test_cached_and_other_microbatches_of_one_encoder_batch_keep_apart(one_rank)
     assert len(set(alone)) == 4 and together == pytest.approx(alone, rel=1e-6)
     for name, gradient in gradients.items():
         assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
-    assert not chunk.prepare._together  # nothing outlives its microbatches
+    assert not chunk.prepare._shared_passes  # nothing outlives its microbatches
 
 
 @pytest.mark.parametrize("grids", [((1, 8, 12), (1, 10, 6)), ()], ids=["images", "text"])

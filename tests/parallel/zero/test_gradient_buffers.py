@@ -7,43 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm.batch import BatchTotals, StepPlan
 from mm.config.lora import LoraConfig
 from mm.device.device import Device
-from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+from tests.run.setups import SMALL, plan_of, setup_of
+from tests.tiny import our_config
 
 TEXT, PICTURES = (), ((1, 4, 6), (1, 2, 4))
 PLANS = {"text, then pictures": (TEXT, PICTURES), "pictures, then text": (PICTURES, TEXT), "text": (TEXT, TEXT)}
-
-
 CONFIGS = [{}, {"tied": True}, {"freeze": ("language",)}, {"rank": 4}]
 
 
 def two_steps(mesh: Any, grids: tuple, overwrites: bool, rank: int = 0, **config: Any) -> list[dict[str, Tensor]]:
     """The gradients of the same step twice; before each, NaN stands wherever the step is to write first."""
-    from mm.config import args as arguments
-    from mm.model.load import set_weight
-    from mm.model.stage import Stage
-    from mm.run.step import Setup, forward_backward
+    from mm.run.step import forward_backward
 
     model = our_config(((4,),), ((4,),), **config)
     model = replace(model, lora=LoraConfig(("all-linear",), r=rank)) if rank else model
-    args = arguments.parse(["--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
-                            "--mm-model", "m.json", "--mm-data", "d.json"])
     device = Device.pick("cpu")
-    device = replace(device, kernels=replace(device.kernels, overwrites=overwrites))
-    stage = Stage(model, mesh, "fp32", device)
-    tensors = hf_tensors(hf_model(model.language.tied))
-    generator = torch.Generator().manual_seed(3)
-    for weight in stage.weights:
+    setup = setup_of(mesh, model=model, device=replace(device, kernels=replace(device.kernels, overwrites=overwrites)))
+    generator, plan = torch.Generator().manual_seed(3), plan_of(*grids, model=model)
+    for weight in setup.stage.weights:
         if weight.is_adapter:
-            stage.get_parameter(weight.name).data.normal_(generator=generator)
-            continue
-        set_weight(stage, weight, whole(weight, tensors), mesh)
-    setup = Setup.build(stage, mesh, args)
-    batches = tuple(microbatch([random_sample(generator, one, 12)]) for one in grids)
-    plan = StepPlan(batches, BatchTotals.of(list(batches), model.vision))
-    trained: dict[str, Any] = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+            setup.stage.get_parameter(weight.name).data.normal_(generator=generator)
+    trained: dict[str, Any] = {name: p for name, p in setup.stage.named_parameters() if p.requires_grad}
     found = []
     for _ in range(2):
         for parameter in trained.values():
@@ -87,15 +73,9 @@ def test_every_weight_that_is_not_zeroed_is_written_by_us(
 
 def test_the_ranges_that_tensor_ranks_sum_are_those_of_their_own_rows_and_images(one_rank: Any) -> None:
     """No other weight's gradient is in them, however small the weight; neighbours make one range."""
-    from mm.config import args as arguments
-    from mm.model.stage import Stage
     from mm.parallel.zero.reduction import _own_ranges
-    from mm.run.step import Setup
 
-    model = replace(our_config(((4,),), ((4,),)), encoder_placement="tensor_ranks")
-    args = arguments.parse(["--lr", "1e-3", "--train-iters", "1", "--micro-batch-size", "2", "--seq-length", "512",
-                            "--mm-model", "m.json", "--mm-data", "d.json", "--use-distributed-optimizer"])
-    setup = Setup.build(Stage(model, one_rank, "fp32", Device.pick("cpu")), one_rank, args)
+    setup = setup_of(one_rank, "--use-distributed-optimizer", model=replace(SMALL, encoder_placement="tensor_ranks"))
     ranges = [one for ddp in setup.models for one in _own_ranges(ddp)]
     assert len(ranges) == 1
     for one in ranges:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.order import stage_steps
-from mm.parallel.zero.schedule import Zero2Schedule
+from mm.parallel.pipeline_schedule import stage_steps
+from mm.parallel.zero.bucket_schedule import Zero2Schedule
 from tests.parallel.zero.fake_gradients import FakeGradients
 
 NUM_VISION, NUM_LANGUAGE = 2, 2

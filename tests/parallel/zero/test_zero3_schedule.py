@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mm.batch import Images, passes_of_any
 from mm.parallel.activity import Journal
-from mm.parallel.zero.schedule import Task, Use, Zero3Schedule, is_used, tasks_of, uses_of
+from mm.parallel.zero.bucket_schedule import Task, Zero3Schedule, is_used, tasks_of, uses_of
 from mm.parallel.zero.weight_shards import BucketSpec
 from tests.parallel.zero.fake_gradients import FakeGradients
 
@@ -73,54 +73,41 @@ def events_of(own: Sequence[Images], every: tuple[Images, ...], training: Traini
     log: list[Event] = []
     specs, is_trained = training.specs(), training.is_trained()
     owned = [spec for spec in specs if training.owns(spec)]
-    shards: Any = SimpleNamespace(
-        specs=specs, buckets=[FakeWeights(spec, log) for spec in owned], are_held=False)
+    shards: Any = SimpleNamespace(specs=specs, buckets=[FakeWeights(spec, log) for spec in owned], are_held=False)
     gradients = [FakeGradients(spec, ("reduce", spec.modules[0]), training.is_ahead, log)
                  for spec, trained in zip(specs, is_trained, strict=True) if trained]
     model: Any = SimpleNamespace(weight_shards=shards, gradient_buckets=gradients, params_with_grad=[])
     passes, uses = Zero3Schedule(model, Journal(), training.is_ahead), uses_of(specs, is_trained)
     of_spec = {one.spec: one for one in shards.buckets}
+    weights = [of_spec[specs[use.bucket]] for use in uses]
+    first = next(place for place, use in enumerate(uses) if use.tower == "language")
     plan: Any = SimpleNamespace(image_passes=every)
     passes.begin(plan, True)
     for number, images in enumerate(own):
         model.forward_begins(number, images)
-        run_forward(number, images, uses, model, [of_spec[specs[use.bucket]] for use in uses], log, exchanges)
-        if "language" in training.trained or Images.BACKWARD in images:
-            run_backward(number, images, uses, model, [of_spec[specs[use.bucket]] for use in uses], log, exchanges)
+        for place, use in enumerate(uses):
+            if exchanges and place == first:
+                log.append(("exchange", (number, "forward")))
+            if is_used(use.tower, images, is_backward=False):
+                model.use_begins(place, False)
+                assert weights[place].is_open
+                assert sum(one.is_open or one.is_arriving for one in shards.buckets) <= 2
+        if "language" not in training.trained and Images.BACKWARD not in images:
+            continue
+        model.backward_begins(number)
+        for place, use in reversed([*enumerate(uses)]):
+            if use.has_backward and is_used(use.tower, images, is_backward=True):
+                model.use_begins(place, True)
+                assert weights[place].is_open or not use.is_read_backward
+                if weights[place].is_open:
+                    model.use_begins(place, False)  # as if its forward pass were computed again
+            if exchanges and place == first and place:
+                log.append(("exchange", (number, "backward")))
+        model.backward_ends()
     passes.end()
     assert not any(one.is_open or one.is_arriving for one in shards.buckets)
     assert not any(one.is_open for one in gradients)
     return log
-
-
-def run_forward(
-    number: int, images: Images, uses: list[Use], model: Any, weights: list[FakeWeights], log: list[Event],
-    exchanges: bool,
-) -> None:  # fmt: skip
-    first = next(place for place, use in enumerate(uses) if use.tower == "language")
-    for place, use in enumerate(uses):
-        if exchanges and place == first:
-            log.append(("exchange", (number, "forward")))
-        if is_used(use.tower, images, is_backward=False):
-            model.use_begins(place, False)
-            assert weights[place].is_open
-            assert sum(one.is_open or one.is_arriving for one in {id(one): one for one in weights}.values()) <= 2
-
-
-def run_backward(
-    number: int, images: Images, uses: list[Use], model: Any, weights: list[FakeWeights], log: list[Event],
-    exchanges: bool,
-) -> None:  # fmt: skip
-    model.backward_begins(number)
-    for place, use in reversed([*enumerate(uses)]):
-        if use.has_backward and is_used(use.tower, images, is_backward=True):
-            model.use_begins(place, True)
-            assert weights[place].is_open or not use.is_read_backward
-            if weights[place].is_open:
-                model.use_begins(place, False)  # as if its forward pass were computed again
-        if exchanges and place and use.tower == "language" and uses[place - 1].tower != "language":
-            log.append(("exchange", (number, "backward")))
-    model.backward_ends()
 
 
 def play(ranks: dict[tuple[int, int], list[Event]]) -> None:
@@ -194,6 +181,5 @@ def test_buckets_stay_open_between_two_uses_and_the_word_embedding_is_not_gather
     names = [spec.modules[0] for spec in training.specs()]
     gathered = [names[one.use] for one in tasks if one.kind == "gather"]
     assert gathered == ["embedding", "first", "second", "head", "norm", "first"]
-    assert [names[one.use] for one in tasks if one.kind == "reduce"] == [
-        "head", "second", "first", "embedding"]
+    assert [names[one.use] for one in tasks if one.kind == "reduce"] == ["head", "second", "first", "embedding"]
     assert tasks[-1] == Task("reduce", 3, True)

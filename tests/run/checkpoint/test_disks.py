@@ -108,6 +108,7 @@ def test_a_run_that_is_killed_while_it_commits_equals_an_undisturbed_one(tmp_pat
     said = str(failed.value)
     assert "loaded a training checkpoint from save, iteration 2" in said, said
     assert "iter_0000004.tmp-" in said and "left over from an interrupted save and has been deleted" in said
+    assert "is not used; delete it" not in said
     rows = {name: json_lines(inputs / name / "node1" / "logs" / "metrics.jsonl") for name in ("whole", "killed")}
     for key in ("iteration", "loss", "grad_norm", "lr", "consumed_samples"):
         assert [row[key] for row in rows["killed"]] == [row[key] for row in rows["whole"]], key

@@ -20,7 +20,8 @@ from mm.checkpoint import convert, directories, manifest
 from mm.checkpoint.source import open_training
 from mm.checkpoint.training_manifest import TrainingDirectory
 from mm.errors import UserError
-from mm.weights.table import local_shape, model_weights, published_name
+from mm.weights.fuse import local_shape
+from mm.weights.table import model_weights, published_name
 from tests import tiny
 from tests.launch import run_ranks
 
@@ -45,11 +46,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(directory: Path) -> dict:
     return json.loads((directory / "results.json").read_text())
-
-
-# Scenarios of the worker
-
-
 
 
 def test_resume_is_bit_exact(results: dict) -> None:
@@ -176,9 +172,6 @@ def test_a_process_killed_in_a_save_leaves_the_last_good_checkpoint(directory: P
     assert "iter_0000001.tmp-" in note and "left over from an interrupted save" in note
 
 
-# Export
-
-
 @pytest.mark.parametrize(("layout", "tied"), [("tp2", ""), ("pp2", "-tied")])
 def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path, tmp_path: Path) -> None:
     base, checkpoint = directory / f"hf{tied}", directory / f"{layout}{tied}"
@@ -191,12 +184,6 @@ def test_export_equals_the_loaded_model(layout: str, tied: str, directory: Path,
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[published_name(name)]), name
-
-
-# Kinds of --load
-
-
-# Damage and interruption, tested on files only
 
 
 def read_everything(folder: Path) -> None:
@@ -252,11 +239,8 @@ def key_at(path: Path, offset: int) -> str:
 def test_a_damaged_or_foreign_manifest_is_rejected(checkpoint: Path) -> None:
     path = checkpoint / manifest.MANIFEST_FILE
     text = path.read_text()
-    for changed, problem in (
-        (text.replace('"consumed_samples": 8', '"consumed_samples": 9'), "is damaged"),
-        (text[:-20], "cannot be read"),
-        ("[]", "cannot be read"),
-    ):
+    for changed, problem in ((text.replace('"consumed_samples": 8', '"consumed_samples": 9'), "is damaged"),
+                             (text[:-20], "cannot be read"), ("[]", "cannot be read")):
         assert changed != text
         path.write_text(changed)
         with pytest.raises(UserError, match=f"manifest.json {problem}"):

@@ -7,20 +7,22 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from mm.batch import BatchTotals, StepPlan
+from mm.batch import StepPlan
 from mm.device.cpu import _TorchOnCpu
 from mm.device.device import Device
 from mm.errors import AgreedError
 from mm.weights.shard import joined
 from mm.weights.shard import split as split_numbers
 from tests.parallel.trace import Trace, counting
-from tests.tiny import hf_model, hf_tensors, microbatch, our_config, random_sample, whole
+from tests.run.setups import LR, plan_of, setup_of
+from tests.tiny import hf_model, hf_tensors
 from tests.workload import NO_COPIES, OFFLOADED, REMAINDERS, ROUNDED_MOMENTS
 
 if TYPE_CHECKING:
@@ -33,21 +35,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.distributed.* is deprecated:FutureWarning"),  # names that megatron uses
 ]
 
-LR = 1e-3
 NORM_TOLERANCE = 1e-6  # measured 0: both are the root of the same sum
-# Adam's kernel divides where megatron multiplies by the inverse; measured 1.5e-6 after two steps, by norm of each
-# tensor
 CLIPPED_TOLERANCE = 1e-5
+"""Adam's kernel divides, megatron multiplies by the inverse; measured 1.5e-6 after two steps by norm of each tensor."""
 
 
-def on_cpu() -> Device:
-    return Device.pick("cpu")
+on_cpu = partial(Device.pick, "cpu")
 
 
 def as_on_npu() -> Device:
     """The CPU as a device whose Adam ignores ``grad_scale`` and ``found_inf``."""
-    device = Device.pick("cpu")
-    return replace(device, platform=replace(device.platform, adam_obeys_scale=False))
+    return replace(on_cpu(), platform=replace(on_cpu().platform, adam_obeys_scale=False))
 
 
 FORMS = pytest.mark.parametrize("device_type", [on_cpu, as_on_npu], ids=["folded", "before"])
@@ -114,27 +112,13 @@ def tensors() -> dict[str, torch.Tensor]:
 def build(one_rank: Any, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     from megatron.core.optimizer import clip_grads
 
-    from mm.config import args as arguments
-    from mm.model.load import set_weight
-    from mm.model.stage import Stage
-    from mm.run.step import Setup
-
     # needed by megatron's own step on a CPU, in addition to this project's shims
     monkeypatch.setattr(clip_grads, "torch", _TorchOnCpu("torch"))
     monkeypatch.setattr(clip_grads, "l2_norm_impl", norm_on_cpu)
-    config = our_config(((4,),), ((4,),))
 
     def engine(device_type: Any, precision: str, *flags: str) -> Engine:
-        stage = Stage(config, one_rank, precision, device_type())
-        for weight in stage.weights:
-            set_weight(stage, weight, whole(weight, tensors), one_rank)
-        args = arguments.parse([
-            "--lr", str(LR), "--train-iters", "1", "--micro-batch-size", "1", "--seq-length", "64", "--mm-model", "m",
-            "--mm-data", "d", *flags, *([] if precision == "fp32" else [f"--{precision}"]),
-        ])  # fmt: skip
-        generator = torch.Generator().manual_seed(0)
-        batch = [microbatch([random_sample(generator, grids, 12)]) for grids in (((1, 4, 6),), ())]
-        return Engine(Setup.build(stage, one_rank, args), StepPlan(tuple(batch), BatchTotals.of(batch, config.vision)))
+        flags = flags if precision == "fp32" else (*flags, f"--{precision}")
+        return Engine(setup_of(one_rank, *flags, device=device_type(), tensors=tensors), plan_of())
 
     return engine
 
@@ -252,8 +236,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(build, device_type: Any, 
     engine.spoil(value)
     with pytest.raises(AgreedError, match=f"the gradient norm is {value}: a gradient is not finite, so no weight"):
         engine.step()
-    after = engine.tensors()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal(engine.tensors(), before)
 
 
 @FORMS

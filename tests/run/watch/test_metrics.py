@@ -31,24 +31,19 @@ STEP = StepMetrics(
     num_omitted_images=0, tokens_per_second_per_device=100.0, model_flops_per_second_per_device=1e12, mfu=None,
     max_memory_bytes=1, updated=True,
 )  # fmt: skip
+BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
+        "--lr", "1")  # fmt: skip
 
 
 def _awk(line: str, program: str, separator: str) -> str:
-    return subprocess.run(
-        ["awk", "-F", separator, program], input=line, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    words = ["awk", "-F", separator, program]
+    return subprocess.run(words, input=line, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_mindspeeds_awk_script_reads_the_line() -> None:
+def test_the_line_equals_mindspeeds_whose_awk_script_reads_it() -> None:
     line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
-    field = _awk(line, "{print$5}", ":")
-    assert _awk(field, "{print$1}", "|") == "870.0"
-    tokens = _awk(line, "{print$2}", "tokens per sample:")
-    assert _awk(tokens, "{print$1}", "|") == "689.0"
-
-
-def test_the_line_equals_mindspeeds() -> None:
-    line = log_line([STEP], 10000, log_tps=True, log_throughput=False)
+    assert _awk(_awk(line, "{print$5}", ":"), "{print$1}", "|") == "870.0"
+    assert _awk(_awk(line, "{print$2}", "tokens per sample:"), "{print$1}", "|") == "689.0"
     assert re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", line) == (
         " [TIME] iteration        5/   10000 | consumed samples:          960 | elapsed time per iteration (ms): 870.0 "
         "| learning rate: 1.000000E-05 | global batch size:   192 | tokens per sample: 689.0 | loss: 1.250000E+00 "
@@ -68,10 +63,8 @@ def test_the_time_split_is_a_mean_at_the_end_of_the_line() -> None:
 
 
 def test_a_resumed_run_continues_the_file_without_gaps_or_doubles(tmp_path: Path, capsys) -> None:
-    args = parse([
-        "--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
-        "--lr", "1", "--log-dir", str(tmp_path), "--log-interval", "2", "--tensorboard-dir", str(tmp_path / "board"),
-    ])  # fmt: skip
+    args = parse([*BASE, "--log-dir", str(tmp_path), "--log-interval", "2", "--tensorboard-dir",
+                  str(tmp_path / "board")])
     first = MetricsWriter(args, {"a": 1}, 0)
     for iteration in range(1, 6):
         first.write(replace(STEP, iteration=iteration))
@@ -125,8 +118,7 @@ def test_epoch_and_time_left_end_the_line() -> None:
 
 
 def test_the_time_left_is_computed_from_the_median_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
-                  "10", "--lr", "1", "--log-dir", str(tmp_path), "--log-interval", "1"])  # fmt: skip
+    args = parse([*BASE, "--train-iters", "10", "--log-dir", str(tmp_path), "--log-interval", "1"])
     writer = MetricsWriter(args, {}, 0)
     for iteration, seconds in enumerate((500.0, 60.0, 61.0), start=1):
         writer.write(replace(STEP, iteration=iteration, step_seconds=seconds, epoch=iteration / 8))
@@ -159,8 +151,7 @@ class Heard:
 
 
 def test_the_page_lists_what_is_written(tmp_path: Path) -> None:
-    args = parse(["--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters",
-                  "9", "--lr", "1", "--log-dir", str(tmp_path)])  # fmt: skip
+    args = parse([*BASE, "--log-dir", str(tmp_path)])
     writer = MetricsWriter(args, {}, 0)
     heard: dict[str, Heard] = {}
 

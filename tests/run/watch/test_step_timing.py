@@ -66,9 +66,7 @@ def test_the_line_names_rank_host_device_and_stage() -> None:
 
 @pytest.mark.parametrize(("num_replicas", "log_interval", "step_seconds"), [
     (4, 1, 0.05), (4, 10, 2.0), (4, 100, 2.0), (1, 10, 2.0)])
-def test_noise_and_stalls_are_not_noted_and_a_slow_rank_is_once(
-    num_replicas: int, log_interval: int, step_seconds: float
-) -> None:
+def test_noise_and_stalls_are_not_noted_and_a_slow_rank_is_once(num_replicas, log_interval, step_seconds) -> None:
     """Every own time varies by 30%, and each rank stalls for a minute once; with one replica, no stage is noted."""
     drawn, places = np.random.default_rng(0), layout(2, num_replicas)
     own = step_seconds * drawn.lognormal(0.0, 0.3, (3000, len(places))) * [1.0 + one.stage for one in places]

@@ -14,15 +14,11 @@ from mm.config.args import parse
 from mm.errors import UserError
 from mm.run.watch.metrics import MetricsWriter, ScoreMetrics, ValidationMetrics, score_line
 from mm.run.watch.trackers import tracker_problems
-from tests.run.watch.test_metrics import STEP
+from tests.run.watch.test_metrics import BASE, STEP
 
-BASE = ("--mm-model", "m", "--mm-data", "d", "--micro-batch-size", "1", "--seq-length", "8", "--train-iters", "9",
-        "--lr", "1", "--log-interval", "100")  # fmt: skip
 VALIDATION = ValidationMetrics(
     iteration=5, consumed_samples=960, validation_loss=1.5, num_samples=13, num_target_tokens=98,
     validation_seconds=0.25, best_validation_loss=1.25, best_iteration=3)
-
-
 SCORE = ScoreMetrics(
     iteration=5, consumed_samples=960, validation_score_percent=62.5, num_questions=8, num_truncated_answers=1,
     answer_seconds=0.25)

@@ -25,42 +25,17 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def npu_fusion_attention(
-    query,
-    key,
-    value,
-    head_num,
-    input_layout,
-    pse=None,
-    padding_mask=None,
-    atten_mask=None,
-    scale=1.0,
-    keep_prob=1.0,
-    pre_tockens=2147483647,
-    next_tockens=2147483647,
-    inner_precise=0,
-    prefix=None,
-    actual_seq_qlen=None,
-    actual_seq_kvlen=None,
-    sparse_mode=0,
-    gen_mask_parallel=True,
-    sync=False,
-    softmax_layout="",
-    sink=None,
-    dropout_mask=None,
-    seed=0,
-    offset=0,
-):
+    query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0,
+    pre_tockens=2147483647, next_tockens=2147483647, inner_precise=0, prefix=None, actual_seq_qlen=None,
+    actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None,
+    dropout_mask=None, seed=0, offset=0,
+):  # fmt: skip
     """softmax(scale * q k^T, masked) v; returns the seven outputs: the first, and with TND the largest score and the
     sum of exponentials of each query, eight times [T, N, 8]."""
     _refuse_unused("npu_fusion_attention", {
-        "pse": pse,
-        "padding_mask": padding_mask,
-        "prefix": prefix,
-        "sink": sink,
-        "dropout_mask": dropout_mask,
-        "softmax_layout": softmax_layout or None,
-        "keep_prob": None if keep_prob == 1.0 else keep_prob,
-    })
+        "pse": pse, "padding_mask": padding_mask, "prefix": prefix, "sink": sink, "dropout_mask": dropout_mask,
+        "softmax_layout": softmax_layout or None, "keep_prob": None if keep_prob == 1.0 else keep_prob,
+    })  # fmt: skip
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _FLOATS:
         raise RuntimeError(f"q, k, v must share one of {_FLOATS}: {query.dtype}, {key.dtype}, {value.dtype}")
     _check_mask(atten_mask, sparse_mode)
@@ -78,48 +53,17 @@ def npu_fusion_attention(
 
 
 def npu_fusion_attention_grad(
-    query,
-    key,
-    value,
-    dy,
-    head_num,
-    input_layout,
-    *,
-    pse=None,
-    padding_mask=None,
-    atten_mask=None,
-    softmax_max=None,
-    softmax_sum=None,
-    softmax_in=None,
-    attention_in=None,
-    scale_value=1.0,
-    keep_prob=1.0,
-    pre_tockens=2147483647,
-    next_tockens=2147483647,
-    inner_precise=0,
-    seed=0,
-    offset=0,
-    numels=0,
-    prefix=None,
-    actual_seq_qlen=None,
-    actual_seq_kvlen=None,
-    sparse_mode=0,
-    gen_mask_parallel=True,
-    sync=False,
-    softmax_layout="",
-    sink=None,
-):
+    query, key, value, dy, head_num, input_layout, *, pse=None, padding_mask=None, atten_mask=None, softmax_max=None,
+    softmax_sum=None, softmax_in=None, attention_in=None, scale_value=1.0, keep_prob=1.0, pre_tockens=2147483647,
+    next_tockens=2147483647, inner_precise=0, seed=0, offset=0, numels=0, prefix=None, actual_seq_qlen=None,
+    actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None,
+):  # fmt: skip
     """Gradients of q, k and v (and of what is not given) by the statistics and output of the forward pass; TND only."""
     _refuse_unused("npu_fusion_attention_grad", {
-        "pse": pse,
-        "padding_mask": padding_mask,
-        "prefix": prefix,
-        "sink": sink,
-        "softmax_in": softmax_in,
-        "softmax_layout": softmax_layout or None,
-        "keep_prob": None if keep_prob == 1.0 else keep_prob,
+        "pse": pse, "padding_mask": padding_mask, "prefix": prefix, "sink": sink, "softmax_in": softmax_in,
+        "softmax_layout": softmax_layout or None, "keep_prob": None if keep_prob == 1.0 else keep_prob,
         "input_layout": None if input_layout == "TND" else input_layout,
-    })
+    })  # fmt: skip
     _check_mask(atten_mask, sparse_mode)
     if dy.shape != query.shape or attention_in.shape != query.shape or not dy.is_contiguous():
         raise RuntimeError(f"dy and attention_in must be like q, and contiguous: {dy.shape}, {attention_in.shape}")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm.device.device import Device
-from mm.parallel.order import (
+from mm.parallel.pipeline_schedule import (
     SlotCost,
     Step,
     backward_order,

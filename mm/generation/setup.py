@@ -19,7 +19,7 @@ from mm.checkpoint.peft import CONFIG_FILE, AdapterDirectory, is_peft_directory
 from mm.checkpoint.source import Kind, QkvOrder, Source
 from mm.config.generate import Asking, Decoding, GenerationSettings, read_generation
 from mm.config.model import ModelConfig
-from mm.config.schema import read_json
+from mm.config.parse import read_json
 from mm.console import loading, ongoing
 from mm.device.device import Device
 from mm.environment import named_in_script, software

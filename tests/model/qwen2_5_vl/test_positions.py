@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from mm.batch import BatchTotals
-from mm.model.qwen2_5_vl.arithmetic import (
+from mm.model.qwen2_5_vl.positions import (
     VideoTimes,
     mrope_cos_sin,
     mrope_positions,

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from mm.config.data import Paths
 from mm.config.layers import Layers
 from mm.config.mindspeed import Fixed, Inert
-from mm.config.schema import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_json, read_settings
+from mm.config.parse import STRICT, Count, Int, Key, Number, OrDefault, ReadSettings, read_json, read_settings
 from mm.errors import UserError
 
 
@@ -59,8 +59,12 @@ def write(tmp_path, text: str | bytes) -> Path:
     return path
 
 
+def read(tmp_path, text: str) -> ReadSettings[Tower]:
+    return read_settings(write(tmp_path, text), Tower, TABLES, rules)
+
+
 def built(tmp_path, tower: str) -> ReadSettings[Tower]:
-    return read_settings(write(tmp_path, '{\n"tower": ' + tower + "\n}"), Tower, TABLES, rules)
+    return read(tmp_path, '{\n"tower": ' + tower + "\n}")
 
 
 def reported(tmp_path, tower: str) -> list[str]:
@@ -100,29 +104,22 @@ def test_rules_are_checked_when_all_values_are_valid(tmp_path):
 
 
 def test_two_names_of_one_setting(tmp_path):
-    path = tmp_path / "file.json"
-    path.write_text('{"tower": {"num_layers": 1},\n"lr": 2}')
-    assert read_settings(path, Tower, TABLES, rules).value.rate == 2.0
-    path.write_text('{"tower": {"num_layers": 1, "learning_rate": 2},\n"lr": 2}')
-    assert read_settings(path, Tower, TABLES, rules).value.rate == 2.0
-    path.write_text('{"tower": {"num_layers": 1, "learning_rate": 1},\n"lr": 2}')
+    for also in ("", ', "learning_rate": 2'):
+        assert read(tmp_path, '{"tower": {"num_layers": 1' + also + '},\n"lr": 2}').value.rate == 2.0
     with pytest.raises(UserError, match=r"json: lr differs from tower\.learning_rate"):
-        read_settings(path, Tower, TABLES, rules)
+        read(tmp_path, '{"tower": {"num_layers": 1, "learning_rate": 1},\n"lr": 2}')
 
 
 def test_only_objects_without_settings_may_be_null(tmp_path):
-    path = tmp_path / "file.json"
-    path.write_text('{"tower": {"num_layers": 1}, "extra": null}')
-    assert read_settings(path, Tower, TABLES, rules).value == Tower(1)
-    path.write_text('{"tower": {"num_layers": 1}, "extra": 3}')
+    assert read(tmp_path, '{"tower": {"num_layers": 1}, "extra": null}').value == Tower(1)
     with pytest.raises(UserError, match=r"extra is 3; expected an object \{\.\.\.\} or null"):
-        read_settings(path, Tower, TABLES, rules)
+        read(tmp_path, '{"tower": {"num_layers": 1}, "extra": 3}')
 
 
 @pytest.mark.parametrize("root", ["[]", "3", "null"])
 def test_the_file_must_be_an_object(tmp_path, root):
     with pytest.raises(UserError) as caught:
-        read_settings(write(tmp_path, root), Tower, TABLES, rules)
+        read(tmp_path, root)
     assert caught.value.problems == (f"{tmp_path}/file.json: the file is {root}; expected an object {{...}}",)
 
 

@@ -131,8 +131,9 @@ def read_json(path: str | Path) -> Document:
     """Read a UTF-8 JSON file (a byte order mark is fine); raises UserError for anything that JSON does not allow."""
     try:
         return parse_json(path, read_regular(Path(path)))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({why}); expected a JSON file: copy or download it again") from error
 
 
 def parse_json(path: str | Path, data: bytes) -> Document:

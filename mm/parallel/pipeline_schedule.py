@@ -2,8 +2,9 @@
 they take.
 
 Pure functions of counts and costs, for the loop that runs the passes (``pipeline/loop.py``), for predictions and for
-the memory formulas.  The order is megatron's 1F1B and its interleaved variant; tests/parallel/test_order.py compares it
-with megatron's own tables.  It does not depend on costs, so many pipelines of one shape are timed at once.
+the memory formulas.  The order is megatron's 1F1B and its interleaved variant, compared with megatron's own tables in
+tests/parallel/test_pipeline_schedule.py.  It is the same for all costs, so many pipelines of one shape are timed at
+once.
 """
 
 from collections.abc import Iterator, Sequence

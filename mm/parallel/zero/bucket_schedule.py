@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from mm.batch import Images, StepPlan
 from mm.parallel.activity import Journal, Work
-from mm.parallel.order import backward_order, forward_order
+from mm.parallel.pipeline_schedule import backward_order, forward_order
 from mm.parallel.zero.gradient_buffers import forget_added
 from mm.parallel.zero.gradient_shards import GradientBucket, ShardedGradients
 from mm.parallel.zero.weight_shards import BucketSpec, TowerName, WeightBucket

@@ -13,33 +13,27 @@ from demo.tiny_checkpoint import build
 from mm.config.generate import load_asking
 from mm.config.model import read_model
 from mm.errors import UserError
-from mm.generation.source import even_lists, find, placed
+from mm.generation.setup import even_lists, find, placed
 from mm.placement import layout_problems
 from mm.weights.table import stage_weights
 from tests.test_examples import EXAMPLES
 from tests.tiny import our_config
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """A copy of ``hf`` whose config.json has another activation."""
+def test_a_refused_config_json_names_its_flag_or_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``other`` is a copy of ``hf`` whose config.json has another activation."""
+    hf, other = str(tmp_path / "hf"), str(tmp_path / "other")
     build(tmp_path / "hf", ["One? 1", "Two and three and four? They are of no use here."], seed=0)
-    shutil.copytree(tmp_path / "hf", tmp_path / "other")
-    path = tmp_path / "other" / "config.json"
+    shutil.copytree(hf, other)
+    path = Path(other, "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "gelu"}))
-    return tmp_path / "other"
-
-
-def test_a_refused_config_json_names_its_flag_or_key(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf, wrong = str(other.parent / "hf"), f"{other / 'config.json'}: hidden_act is 'gelu'; expected 'silu'"
-    with pytest.raises(UserError) as caught:
-        find(load_asking(["--load", hf, "--model-name-or-path", str(other), "--prompt", "One?"], {}))
-    assert str(caught.value).startswith(f"--model-name-or-path: {wrong}")
-    with pytest.raises(UserError) as caught:
-        find(load_asking(["--load", str(other), "--model-name-or-path", hf, "--prompt", "One?"], {}))
-    assert str(caught.value).startswith(f"--load: {wrong}")
-    assert convert(["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(other.parent / "mm"),
-                    "--cfg.hf_config.hf_dir", str(other), "--cfg.parallel_config.llm_pp_layers", "[[4]]",
+    wrong = f"{path}: hidden_act is 'gelu'; expected 'silu'"
+    for flag, load, named in (("--model-name-or-path", hf, other), ("--load", other, hf)):
+        with pytest.raises(UserError) as caught:
+            find(load_asking(["--load", load, "--model-name-or-path", named, "--prompt", "One?"], {}))
+        assert str(caught.value).startswith(f"{flag}: {wrong}")
+    assert convert(["Qwen2_5_VLConverter", "hf_to_mm", "--cfg.mm_dir", str(tmp_path / "mm"),
+                    "--cfg.hf_config.hf_dir", other, "--cfg.parallel_config.llm_pp_layers", "[[4]]",
                     "--cfg.parallel_config.vit_pp_layers", "[[4]]", "--cfg.parallel_config.tp_size", "1"]) == 2
     assert f"--cfg.hf_config.hf_dir: {wrong}" in capsys.readouterr().err
 
