@@ -53,6 +53,7 @@ setup(
         "packaging",
         "tqdm",
         "jinja2",
+        "pyyaml",
         "openpyxl",
     ],
     entry_points={"console_scripts": ["mm-convert = checkpoint.cli:main", "mm-data = mm.data_tool.cli:main",

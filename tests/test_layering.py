@@ -24,7 +24,7 @@ FLOORS = {
     "mm.data": 6,
     "mm.data_tool": 7, "mm.cost": 7, "mm.generation": 7, "mm.scoring": 7, "mm.page": 7,
     "mm.run": 8,
-    "mm.launch": 9, "mm.plan": 9, "mm.generate": 9, "mm.evaluate": 9, "checkpoint": 9,
+    "mm.launch": 9, "mm.recipe": 9, "mm.plan": 9, "mm.generate": 9, "mm.evaluate": 9, "checkpoint": 9,
     "mm.train": 10, "mm.doctor": 10,
     "demo": 11,
 }  # fmt: skip
@@ -54,7 +54,7 @@ ROOMS = {
         "mm.run.step": 3,
         "mm.run.checkpoint": 4,
         "mm.run.watch": 5,
-        "mm.run.start": 6, "mm.run.preflight": 6,
+        "mm.run.start": 6, "mm.run.preflight": 6, "mm.run.summary": 6,
         "mm.run.validation": 7,
         "mm.run.loop": 8,
     },

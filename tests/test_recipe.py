@@ -21,11 +21,13 @@ from mm.config.other_trainers import ELSEWHERE, here
 from mm.config.run import load_run, resolved
 from mm.errors import UserError
 from mm.families import FAMILIES
-from mm.recipe import Recipe, read_recipe, run_recipe, translated
+from mm.recipe import read_recipe, run_recipe, translated
 from mm.train import main
 from tests.files import ROOT, json_lines
 from tests.launch import run_ranks
 from tests.tiny_inputs import write_inputs
+
+NEEDED = ["--model", "m", "--data", "d.json", "--output", "o"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def words_of(inputs: Path, name: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("size", FAMILIES[0].config_json.published)
 def test_a_published_config_becomes_the_model_json_that_means_the_same(size: str, tmp_path: Path) -> None:
     model = model_from_hf(FAMILIES[0].config_json.published[size])
-    recipe = Recipe(model="m", data=("d.json",), output="o", freeze=("vision",))
+    recipe, _ = read_recipe([*NEEDED, "--freeze", "vision"])
     (tmp_path / "model.json").write_text(json.dumps(translated(recipe, "m", model, []).model))
     vision, projector, language = (replace(tower, freeze=tower is model.vision)
                                    for tower in (model.vision, model.projector, model.language))
@@ -53,7 +55,7 @@ def test_a_published_config_becomes_the_model_json_that_means_the_same(size: str
 
 def test_the_default_freezes_vision_and_projector_and_adapters_freeze_nothing_more() -> None:
     model = model_from_hf(FAMILIES[0].config_json.published["3B"])
-    recipe = Recipe(model="m", data=("d.json",), output="o")
+    recipe, _ = read_recipe(NEEDED)
     towers = {"image_encoder": ("vision_encoder", "vision_projector")}
     found = translated(recipe, "m", model, [])
     assert all(found.model["image_encoder"][one]["freeze"] for one in towers["image_encoder"])
