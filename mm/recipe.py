@@ -271,7 +271,7 @@ def run_recipe(words: Sequence[str]) -> list[str]:
     path = Path(directory, "config.json")
     if not path.is_file():
         raise UserError(f"--model is {recipe.model!r}, which has no config.json; expected a Hugging Face directory of "
-                        f"{TITLES}, or a name like Qwen/Qwen2.5-VL-3B-Instruct")
+                        f"{TITLES}, or its name on the hub, OWNER/NAME")
     found = translated(recipe, directory, model_from_hf(read_json(path).root, file=path), long_flags)
     num_ranks = _num_ranks(recipe)
     world_size = num_ranks * recipe.nnodes

@@ -252,7 +252,7 @@ def _names_an_interface(name: str, value: str, interfaces: Sequence[str]) -> boo
 _ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder that holds the package ``mm``."""
 _ADAPTOR = "mindspeed.megatron_adaptor"
-_MODULES = {"pillow": "PIL", "megatron-core": "megatron.core"}
+_MODULES = {"pillow": "PIL", "pyyaml": "yaml", "megatron-core": "megatron.core"}
 """What is imported for a package whose module has another name."""
 _TRIED_LATER = ("torch", "megatron-core")
 """Other checks import them, and megatron only once a device is chosen; here they are only looked up."""
