@@ -1,7 +1,7 @@
-"""The short face of ``mm-train``: ``--model DIR --data FILE --output DIR``, or a YAML file whose keys are the flags.
+"""The short form of ``mm-train``: ``--model DIR --data FILE --output DIR``, or a YAML file whose keys are the flags.
 
-A recipe is translated into what MindSpeed-MM's face says, a model JSON, a data JSON and flags, which are written under
-``--output`` and then trained.  So both faces have the same settings, and ``--write-mindspeed`` shows them.
+A recipe is translated into MindSpeed-MM's form: a model JSON and a data JSON, which are written under ``--output``, and
+the flags of ``mm.config.args``.  So both forms train the same settings, and ``--write-mindspeed`` writes them down.
 """
 
 import json
@@ -23,6 +23,7 @@ from pydantic_core import to_jsonable_python
 from mm.checkpoint.hf_config import model_from_hf
 from mm.config.args import TRAIN, DeviceName
 from mm.config.command_line import CommandLine, rule_problems
+from mm.config.lora import PARTS
 from mm.config.model import ModelConfig
 from mm.config.parse import (
     FIRST,
@@ -45,18 +46,19 @@ from mm.config.parse import (
 )
 from mm.config.run import load_run, resolved
 from mm.console import loading, whole_number
+from mm.environment import Launched
 from mm.errors import UserError, nearest, printable, refuse, writing
 from mm.families import TITLES
 from mm.files import write_whole
 
-PARTS = ("vision", "projector", "language")
+_PARTS = PARTS["all"]
 CONFIG_DIR = "config"
 """Folder of ``--output`` with the translated settings."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """The flags of the short face.
+    """The flags of the short form.
 
     Rates, schedule, frozen parts and image size are those of LLaMA-Factory's examples for this model
     (examples/train_full/qwen2_5vl_full_sft.yaml, and train_lora for adapters), as in MindSpeed-MM's script.
@@ -80,9 +82,9 @@ class Recipe:
     node_rank: Annotated[NaturalNumber, Needs("nnodes")] = Field(0, description="number of this machine, from 0")
     master_addr: Annotated[str, Needs("nnodes")] = Field("localhost", description="address of machine 0")
     master_port: Count = Field(6000, description="a free port of machine 0")
-    tensor_parallel: Count | None = Field(None, description="tensor-parallel ranks; absent = the planner chooses")
+    tensor_parallel: Count | None = Field(None, description="tensor-parallel ranks; absent = 1")
     vision_layers: Annotated[Numbers, Needs("language_layers")] = Field(
-        (), description="ViT layers of each pipeline stage; absent = the planner chooses")
+        (), description="ViT layers of each pipeline stage; absent = one stage (mm-plan finds lists)")
     language_layers: Annotated[Numbers, Needs("vision_layers")] = Field(
         (), description="LLM layers of each pipeline stage")
 
@@ -93,7 +95,7 @@ class Recipe:
     max_length: Count | None = Field(None, description="longest record in tokens; absent = --micro-batch-tokens")
     lr: NotNegative | None = Field(None, description="highest learning rate; absent = 1e-5, or 1e-4 for adapters")
     warmup: Fraction = Field(0.1, description="share of the steps in which the learning rate rises")
-    freeze: Patterns = Field((), title=", ".join((*PARTS, "none")), description=(
+    freeze: Patterns = Field((), title=", ".join((*_PARTS, "none")), description=(
         "parts that are not trained: vision, projector, language, or none; absent = vision projector"))
     lora: Annotated[Count | None, FIRST] = Field(None, description="train adapters of this rank in all linear layers")
     image_max_pixels: Count = Field(262144, description="images with more pixels are made smaller")
@@ -103,18 +105,18 @@ class Recipe:
     num_workers: NaturalNumber = Field(4, description="processes that read data, for each replica")
 
     write_mindspeed: Annotated[PathOrNone, Group("Settings")] = Field(
-        None, description="write model.json, data.json and train.sh for MindSpeed-MM's face here, and exit")
+        None, description="write model.json, data.json and train.sh here, as MindSpeed-MM has them, and exit")
     print_config: bool = Field(False, description="print all settings of the run as JSON, and exit")
 
 
 RECIPE = CommandLine(
-    "mm-train", f"Fine-tune {TITLES} in one command.  Every flag of the long form (mm-train --long-help) may be added.",
+    "mm-train", f"Fine-tune {TITLES} in one command.  Flags of the long form (mm-train --help) may be added.",
     Recipe, "--model DIR --data FILE --output DIR [flags], or mm-train RUN.yaml [flags]")
 
 
 @plain_dataclass(frozen=True)
 class Translation:
-    """A recipe as MindSpeed-MM's face says it."""
+    """A recipe in MindSpeed-MM's form."""
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]
@@ -122,7 +124,7 @@ class Translation:
 
 
 def is_recipe(words: Sequence[str]) -> bool:
-    """Whether a command line is of the short face."""
+    """Whether a command line has the short form."""
     names = {word.partition("=")[0] for word in words}
     return _is_file(words) or ("--model" in names and "--mm-model" not in names)
 
@@ -132,7 +134,7 @@ def _is_file(words: Sequence[str]) -> bool:
 
 
 def read_recipe(words: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe of a command line, and the flags of the long face in it; raises UserError.
+    """The recipe of a command line, and the flags of the long form in it; raises UserError.
 
     Flags win over the file."""
     if _is_file(words):
@@ -165,8 +167,8 @@ def flags_of_file(path: Path) -> list[str]:
 
 def _part_problems(recipe: Recipe) -> Iterator[str]:
     for part in recipe.freeze:
-        if part not in (*PARTS, "none"):
-            yield f"--freeze has {part!r}; expected {', '.join(PARTS)} or none{nearest(part, PARTS)}"
+        if part not in (*_PARTS, "none"):
+            yield f"--freeze has {part!r}; expected {', '.join(_PARTS)} or none{nearest(part, _PARTS)}"
     if "none" in recipe.freeze and len(recipe.freeze) > 1:
         yield "--freeze has none and another part; give one of the two"
     if recipe.nproc != "auto" and not whole_number(recipe.nproc):
@@ -176,7 +178,7 @@ def _part_problems(recipe: Recipe) -> Iterator[str]:
 def translated(recipe: Recipe, directory: str, model: ModelConfig, long_flags: Sequence[str]) -> Translation:
     """The recipe for the model in ``directory``, which ``model`` describes, on the layout that the recipe states.
 
-    A flag of the long face takes the place of the recipe's.
+    A flag of the long form takes the place of the recipe's.
     """
     length = recipe.max_length or recipe.micro_batch_tokens
     lr = recipe.lr if recipe.lr is not None else 1e-5 if recipe.lora is None else 1e-4
@@ -261,10 +263,11 @@ def model_directory(name: str, download: bool) -> str:
                     f"fetch it with: hf download {name} (or: modelscope download --model {name}), or add --download")
 
 
-def run_recipe(words: Sequence[str]) -> list[str]:
-    """Translate the command line of the short face, and start its ranks; for one rank or a rehearsal, return its flags.
+def run_recipe(words: Sequence[str]) -> list[str] | None:
+    """Translate a command line of the short form, and replace this process by the launcher of its ranks.
 
-    Raises UserError with everything that is wrong with the settings, before a rank is started.
+    For one rank, a rehearsal, and a rank that a launcher has started, returns the flags of the long form; None after
+    ``--print-config`` or ``--write-mindspeed``.  Raises UserError with all mistakes, before a rank is started.
     """
     recipe, long_flags = read_recipe(words)
     directory = model_directory(recipe.model, recipe.download)
@@ -273,19 +276,20 @@ def run_recipe(words: Sequence[str]) -> list[str]:
         raise UserError(f"--model is {recipe.model!r}, which has no config.json; expected a Hugging Face directory of "
                         f"{TITLES}, or its name on the hub, OWNER/NAME")
     found = translated(recipe, directory, model_from_hf(read_json(path).root, file=path), long_flags)
-    num_ranks = _num_ranks(recipe)
-    world_size = num_ranks * recipe.nnodes
+    launched = Launched.here().num_ranks
+    num_ranks = launched or _num_ranks(recipe)
+    world_size = launched or num_ranks * recipe.nnodes
     flags = _write(found, recipe, num_ranks)
     is_rehearsal = bool({"--dry-run", "--check"} & set(long_flags))
     run = load_run([*flags, *["--dry-run"] * recipe.print_config], world_size)
     if recipe.print_config:
         print(json.dumps(resolved(run), indent=2, ensure_ascii=False))
-        raise SystemExit(0)
+        return None
     if recipe.write_mindspeed is not None:
         print(f"written: {printable(recipe.write_mindspeed)}: model.json, data.json and train.sh, which trains them")
-        raise SystemExit(0)
-    if is_rehearsal or world_size == 1:
-        return [*flags, *["--world-size", str(world_size)] * is_rehearsal]
+        return None
+    if is_rehearsal or launched or world_size == 1:
+        return [*flags, *["--world-size", str(world_size)] * (is_rehearsal and not launched)]
     sys.stdout.flush()
     start = [sys.executable, "-m", "mm.launch", *_launch_words(recipe, num_ranks), "-m", "mm.train"]
     return os.execv(sys.executable, [*start, *flags])

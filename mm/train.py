@@ -58,7 +58,10 @@ def _kept(words: Sequence[str]) -> str:
 def _run(words: Sequence[str], signals: StopSignals) -> int:
     end_with_launcher()
     if is_recipe(words):
-        words = run_recipe(words)
+        flags = run_recipe(words)
+        if flags is None:
+            return 0
+        words = flags
     run = load_run(words)
     if run.args.dry_run or run.args.check:
         run = check_files(run, Claim()).run

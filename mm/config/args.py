@@ -431,7 +431,8 @@ class Arguments(HasPrecision):
 
 
 TRAIN = CommandLine(
-    "mm-train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.", Arguments,
+    "mm-train", f"Train {TITLES} with tensor, context, pipeline and data parallelism.  The "
+    "short form needs no JSON files: mm-train --model --help.", Arguments,
     "--mm-model JSON --mm-data JSON --micro-batch-size N --seq-length N (--train-iters N | --num-train-epochs X) "
     "--lr X [flags]", FLAGS, one_of=(("--train-iters", "--num-train-epochs"),))
 

@@ -120,7 +120,7 @@ def from_first_rank(compute: Callable[[], dict]) -> dict:
 
 
 def relative_errors(pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> list[float]:
-    """Of each pair: norm of the difference over norm of the expected, over its pieces on all ranks of ``group``."""
+    """The relative error of each pair, (ours, expected), in the L2 norm over its pieces on all ranks of ``group``."""
     sums = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for both, (ours, expected) in zip(sums, pairs, strict=True):
         both[0], both[1] = (ours.double() - expected.double()).square().sum(), expected.double().square().sum()
